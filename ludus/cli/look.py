@@ -198,24 +198,51 @@ def check_env_command(
     ] = None,
     tasks: Annotated[int, typer.Option(min=1, help="Number of tasks to play.")] = 6,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that a reset or a step may take.")
+        float,
+        typer.Option(min=0.1, help="Seconds that the constructor, a reset or a step may take."),
     ] = 10.0,
 ) -> None:
     """Check that an environment follows the protocol: deterministic, robust, no output.
 
     Tells what trains badly too: slow steps, equal rewards, long episodes, no expert.
     """
-    from ludus.envs.checks.check import check_env
+    from ludus.core.forked import MAX_NOISE, Died, in_child
+    from ludus.envs.checks.check import STOPPED, check_env
 
-    out = sys.stdout  # the checks watch it
+    env = spec(name, args)
 
-    def tell(finding: object) -> None:
-        typer.echo(finding, file=out)
+    def check(tell: Callable[[str], object]) -> int:
+        def report(finding: object) -> None:
+            tell(str(finding))
 
-    findings = run(check_env(spec(name, args), num_tasks=tasks, timeout_s=timeout, report=tell))
-    if any(finding.severity == "error" for finding in findings):
-        raise typer.Exit(1)
-    typer.echo(f"{name} follows the protocol")
+        findings = run(check_env(env, num_tasks=tasks, timeout_s=timeout, report=report))
+        return int(any(finding.severity == "error" for finding in findings))
+
+    def noise(data: bytes) -> None:
+        typer.echo(data, nl=False, err=True)
+
+    told: list[str] = []
+
+    def show(text: str) -> None:
+        told.append(text)
+        typer.echo(text)
+
+    try:
+        ended = in_child(check, show, noise)
+    except Died as error:
+        typer.echo(f"error: process: the environment {error}{STOPPED}")
+        raise typer.Exit(1) from None
+    code = ended.code
+    if ended.noise > MAX_NOISE:
+        code = 1
+        typer.echo(
+            f"error: output: it writes {ended.noise / 1e6:.0f} MB to standard output or standard "
+            f"error, of which {MAX_NOISE / 1e6:.0f} MB are shown: use logging"
+        )
+    if code:
+        raise typer.Exit(code)
+    partly = any(text.startswith("note: left out") for text in told)
+    typer.echo(f"{name} follows the protocol{', as far as it was checked' if partly else ''}")
 
 
 @app.command()

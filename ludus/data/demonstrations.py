@@ -79,6 +79,7 @@ def generate_demonstrations(
     code_share: float = 1.0,
     tools: Sequence[Spec] = (),
     markers: Callable[[Task], MarkersConfig] | None = None,
+    max_turns: int | None = None,
     on_episode: Callable[[Demonstration | Dropped], object] | None = None,
 ) -> Summary:
     """Run the expert on `tasks` and write the episodes to `path`, in the order of the tasks.
@@ -93,6 +94,7 @@ def generate_demonstrations(
         code_share: share of the episodes of the format `code` that run the expert's code.
         tools: of the format `code`; one of them runs the expert's code.
         markers: the markers of a task in that format; None: the usual ones.
+        max_turns: turns after which an episode fails; None: only `timeout_s` ends it.
         on_episode: called after each episode, in the order of the tasks.
 
     Errors: ConfigError for a wrong spec, MissingDependency, DataError if the file cannot be
@@ -112,7 +114,9 @@ def generate_demonstrations(
             dropped_new.open("w", encoding="utf-8", newline="\n") as dropped_file,
             kept_new.open("w", encoding="utf-8", newline="\n") as kept_file,
         ):
-            style = _Style(mistakes=mistakes, code_share=code_share, tools=list(tools))
+            style = _Style(
+                mistakes=mistakes, code_share=code_share, tools=list(tools), max_turns=max_turns
+            )
             format_of = format if callable(format) else lambda _: format
             markers_of = markers or (lambda _: MarkersConfig())
 
@@ -175,6 +179,7 @@ class _Style(Wire):
     mistakes: float
     code_share: float
     tools: list[Spec]
+    max_turns: int | None = None
 
 
 class _Form(Wire):
@@ -303,4 +308,6 @@ async def _play(task: Task, form: _Form) -> Demonstration:
         _toolbox = _toolbox or await Toolbox.open(_style.tools)
         runs = random.Random(f"code/{task.id}").random() < _style.code_share
         blocks = CodeBlocks(form.markers, _toolbox, runs)
-    return await run_expert(_envs.make(task), task, form.format, _style.mistakes, blocks)
+    return await run_expert(
+        _envs.make(task), task, form.format, _style.mistakes, blocks, _style.max_turns
+    )

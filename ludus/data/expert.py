@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ludus.config.schema import MarkersConfig
-from ludus.core.errors import EnvError
+from ludus.core.errors import EnvError, counted
 from ludus.core.types import Message, Task, ToolCall, Wire
 from ludus.envs.base import Env, awaited, limits_of
 from ludus.rollout.host import check_opening, check_result, check_total
@@ -77,13 +77,15 @@ async def run_expert(
     format: Format = "plain",
     mistakes: float = 0.0,
     blocks: CodeBlocks | None = None,
+    max_turns: int | None = None,
 ) -> Demonstration:
     """Run one episode of the environment's expert.
 
     Before each of its turns, a wrong action is played with the probability `mistakes`. The format
     `code` needs `blocks`: the expert's code runs before its action.
 
-    Errors: NoExpert, and errors of the env.
+    Errors: NoExpert, EnvError for an episode that does not end in `max_turns`, and errors of the
+    env.
     """
     rng = random.Random(f"mistakes/{task.id}")
     wrong: list[int] = []
@@ -110,6 +112,8 @@ async def run_expert(
             if result.done:
                 success = result.info.get("success", reward >= limits_of(env)[1])
                 break
+            if max_turns is not None and num_turns >= max_turns:
+                raise EnvError(f"the episode does not end in {counted(max_turns, 'turn')}")
     finally:
         await env.close()
     check_total(reward)

@@ -56,6 +56,11 @@ RIGHT = {
 """Values of their fields, in words."""
 
 
+def exit_error(failure: BaseException) -> EnvError:
+    """The error of an environment that raised SystemExit, KeyboardInterrupt or CancelledError."""
+    return EnvError(f"the environment called for exit: {failure!r}")
+
+
 async def awaited(name: str, result: Awaitable[T]) -> T:
     """Returns the awaited result of a method. Errors: EnvError where the method is not async, or
     constructs a result with a wrong field."""

@@ -20,7 +20,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-from ludus.core.errors import EnvError
+from ludus.envs.base import exit_error
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -162,11 +162,7 @@ def _settle(future: asyncio.Future[Any], result: Any, failure: BaseException | N
     elif isinstance(failure, Exception):
         future.set_exception(failure)
     else:
-        future.set_exception(_exit_error(failure))
-
-
-def _exit_error(failure: BaseException) -> EnvError:
-    return EnvError(f"the environment called for exit: {failure!r}")
+        future.set_exception(exit_error(failure))
 
 
 def _keep_connections(loop: asyncio.AbstractEventLoop) -> None:
@@ -296,11 +292,11 @@ async def _without_exit(act: Act[T]) -> T:
     try:
         return await act()
     except SystemExit as failure:
-        raise _exit_error(failure) from None
+        raise exit_error(failure) from None
     except asyncio.CancelledError as failure:
         if is_cancelled():
             raise
-        raise _exit_error(failure) from None
+        raise exit_error(failure) from None
 
 
 def is_cancelled() -> bool:

@@ -472,3 +472,39 @@ def test_a_folder_that_is_removed_while_its_run_trains(ludus: Ludus) -> None:
     done = ludus("train", BABYAI, setup=dedent(gone))
     done.refused(1, "the run's folder runs/tiny-1 was removed while the run trained")
     assert "--resume" not in done.err
+
+
+LEAVES = """
+import os
+from pathlib import Path
+from ludus import Env, Message, Observation, StepResult, Task
+
+class Leaves(Env):
+    async def reset(self, task):
+        return Observation(messages=[Message(role="user", content="say 1")])
+
+    async def step(self, action):
+        os._exit(0)
+
+    @classmethod
+    def task(cls, tier, seed):
+        return Task(id=f"t-{seed}", data={"seed": seed}, tier=tier, source="x")
+"""
+
+
+def test_an_environment_that_ends_its_process(ludus: Ludus) -> None:
+    """Exit code 0 would tell of a success."""
+    (ludus.cwd / "own.py").write_text(LEAVES)
+    done = ludus("check-env", "own.py:Leaves")
+    assert (done.code, done.err) == (1, "")
+    assert "error: process: the environment ended its process with exit code 0" in done.out
+    recipe = ludus.recipe(
+        "leaves",
+        context_length=32,
+        env="own.py:Leaves",
+        tasks={"train": {"name": "env", "args": {"num_tasks": 8}}},
+        rollout={"max_tokens_per_turn": 4},
+        rl={"steps": 1, "groups_per_step": 2, "group_size": 2},
+    )
+    told = ["env: 'own.py:Leaves' ends its process in an episode of task t-0, with exit code 0"]
+    ludus("train", recipe).refused(1, *told)

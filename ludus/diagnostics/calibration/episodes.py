@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, cast
 
-from ludus.core.errors import ConfigError
+from ludus.core.errors import ConfigError, counted, described
 from ludus.core.signals import run
 from ludus.core.types import Message, Spec, Task
 from ludus.data.demonstrations import (
@@ -24,6 +24,7 @@ from ludus.data.demonstrations import (
 )
 from ludus.data.expert import Demonstration, run_expert
 from ludus.envs.base import Env
+from ludus.envs.checks.play import MAX_TURNS, ProcessDied, play_in_process
 from ludus.pipeline.preflight.episodes import Played, Recorded, play_one
 from ludus.rollout.host import LocalEnvs
 from ludus.rollout.threads import EnvThread
@@ -44,18 +45,23 @@ MARGIN = 0.5
 """Share of the episodes, counted by those in this process, that are played: processes start, and
 share cores."""
 
+MOST_TURNS = MAX_TURNS
+"""Turns after which an episode of the expert fails."""
+
 LONGEST_TURNS = 400
 """Turns after which an episode of random actions ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomEpisode:
-    """An episode of random actions. `step_s`: mean wall time of a step; `error`: it failed."""
+    """An episode of random actions. `step_s`: mean wall time of a step; `opening_s`: of constructor
+    and reset; `error`: it failed."""
 
     reward: float
     success: bool
     step_s: float = 0.0
     error: str = ""
+    opening_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +119,11 @@ def play_expert(
     """
     begun, played, timeout_s = time.perf_counter(), Expert(), LONGEST_S
     sizes: tuple[int, ...] = (PROBE, FIRST, len(tasks))
-    # One's own code may end its process: first in another than this.
-    own = ":" in env.name
-    alone = _batch(env, tasks[:1], folder / "first.jsonl", 1, timeout_s) if own else None
+    kind, reason = _first_alone(env, tasks[0]) if ":" in env.name else ("", "")
+    if kind == "timeout":  # the next ones would take as long
+        return Expert(failed={kind: 1}, reason=reason)
     per_s = 0.0
-    if alone is None or alone.demonstrations:
+    if not kind:
         per_s = workers * run(rate_here(env, tasks[:EPISODES_PER_JOB]))
     if per_s > 0:  # the first episode of each process loads the environment's files
         sizes, timeout_s = (len(tasks),), min(4 * workers / per_s + HERE_S, LONGEST_S)
@@ -137,6 +143,28 @@ def play_expert(
         # An episode that hangs must not take the time of all others.
         timeout_s = min(max(4 / played.per_s, 2.0), LONGEST_S)
     return replace(played, per_s=max(played.per_s, per_s)) if per_s else played
+
+
+def _first_alone(env: Spec, task: Task) -> tuple[str, str]:
+    """Play an episode in another process, which one's own code may end or hold up for ever; returns
+    the kind and the reason of a failure, both empty where there is none.
+
+    Errors: ConfigError for an environment that ends its process.
+    """
+    try:
+        turns = play_in_process(env, task, None, LONGEST_S)
+    except ProcessDied as error:
+        raise ConfigError(
+            f"{env.name} ends its process in an episode of task {task.id}{error.how}: an "
+            "environment must not call os._exit, nor crash in native code"
+        ) from None
+    except TimeoutError:
+        return "timeout", f"took longer than {LONGEST_S:g} s"
+    except Exception as error:
+        return "error", described(error)
+    if len(turns) > MOST_TURNS and not any(turns[-1][3:]):
+        return "timeout", f"the episode does not end in {counted(MOST_TURNS, 'turn')}"
+    return "", ""
 
 
 def check_openings(env: Spec, tasks: Sequence[Task], shown: Sequence[Demonstration]) -> None:
@@ -207,7 +235,7 @@ async def _each(
 
 async def expert_of(env: Recorded) -> Demonstration:
     """Play the expert of an environment."""
-    return await run_expert(cast(Env, env), env.task)
+    return await run_expert(cast(Env, env), env.task, max_turns=MOST_TURNS)
 
 
 def _batch(env: Spec, tasks: Sequence[Task], path: Path, workers: int, timeout_s: float) -> Expert:
@@ -220,6 +248,7 @@ def _batch(env: Spec, tasks: Sequence[Task], path: Path, workers: int, timeout_s
         num_workers=workers,
         timeout_s=timeout_s,
         only_successful=False,
+        max_turns=MOST_TURNS,
         on_episode=lambda _: times.append(time.perf_counter()),
     )
     found = list(load_demonstrations(path))
@@ -251,7 +280,9 @@ async def play_random(
     async for played in _each(env, tasks, seconds, 2 * seconds, wander):
         mean = fmean(played.seconds) if played.seconds else 0.0
         error = "" if played.overdue and played.seconds else played.error
-        episodes.append(RandomEpisode(played.reward, played.task.id in won, mean, error))
+        episodes.append(
+            RandomEpisode(played.reward, played.task.id in won, mean, error, played.opening_s)
+        )
     return episodes
 
 

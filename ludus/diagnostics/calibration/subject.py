@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -39,6 +41,9 @@ from ludus.tasks.readers import (
 
 MAX_TIERS = 4
 """Levels that a first recipe trains on unless `--tiers` names them: the shortest."""
+
+CONSTRUCTOR_S = 10.0
+"""Seconds that the constructor of one's own environment may take."""
 
 HELDOUT_SEED = 1_000_000
 """First seed of the held-out tasks."""
@@ -129,7 +134,7 @@ def environment(
     env = Spec(name=given, args=dict(args))
     try:
         with as_arguments(given, "env", prefix):
-            maker = ENVS.build(env, "env")
+            maker = _constructed(env)
     except ConfigError as error:
         if ":" not in given or inspect.isclass(ENVS.load(given)):
             raise
@@ -148,6 +153,33 @@ def environment(
         maker.check_tier(tier)
     name = given.rpartition(":")[2] if ":" in given else given
     return Subject("env", given, slug(name, chosen), env, chosen or known)
+
+
+def _constructed(env: Spec) -> Any:
+    """Construct what a spec names; one's own class in a thread, which may hang.
+
+    Errors: ConfigError; those of the constructor.
+    """
+    if ":" not in env.name:
+        return ENVS.build(env, "env")
+    made: Future[Any] = Future()
+
+    def construct() -> None:
+        try:
+            made.set_result(ENVS.build(env, "env"))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=construct, daemon=True).start()
+    try:
+        return made.result(CONSTRUCTOR_S)
+    except TimeoutError:
+        if made.done():  # its own
+            raise
+        raise ConfigError(
+            f"{env.name}: the constructor takes longer than {CONSTRUCTOR_S:g} s: each episode has "
+            "an environment of its own, so load what all share once, in `prepare`"
+        ) from None
 
 
 @contextmanager

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import random
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout
-from ludus.core.modules import require
+from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, counted
 from ludus.core.types import Message, Spec, Task, ToolCall
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert, limits_of
@@ -40,6 +40,14 @@ RUBBISH = {
     ),
 }
 """Malformed actions. An environment must answer each and raise on none."""
+
+STOPPED = "; the remaining checks did not run"
+
+LARGE = 100_000
+"""Characters of the messages of one call that are told."""
+
+PROCESS_S = 3.0
+"""Seconds in which a new process usually starts."""
 
 PROCESS_START_S = 60.0
 """Time allowance for the imports of a new process, in addition to the episode's."""
@@ -64,29 +72,79 @@ async def check_env(
     """
     subject = _subject(env, timeout_s)
     subject.report = report
-    if subject.spec is not None:
-        require("pebble", "envs", "the check of determinism: a second process")
     subject.tasks = list(tasks) if tasks is not None else _own_tasks(subject, num_tasks)
-    printed, before = io.StringIO(), _random_states()
+    printed, before = Printed(), _random_states()
     player = Player(subject.make, timeout_s, subject.error)
     try:
         with contextlib.redirect_stdout(printed):
             if subject.spec is not None:
-                ENVS.build(subject.spec, "env")  # refuses wrong arguments once, not in each check
+                await _constructed(subject.spec, player)
+            without_tools = getattr(subject.env_class, "tools", None) is Env.tools
             for name, check in CHECKS.items() if subject.tasks else ():
+                if name == "tools" and without_tools:
+                    continue
                 await _guarded(name, check, subject, player)
     except EpisodeTimeout as error:
-        subject.error("time", f"{error}; the remaining checks did not run")
+        subject.error("time", f"{error}{STOPPED}")
+    except _Unplayable as error:
+        subject.error("episode", f"{error}{STOPPED}")
     finally:
         player.close()
-    if printed.getvalue():
-        text = repr(printed.getvalue()[:60])
-        subject.error("standard output", f"it prints, for example {text}; use logging")
+    if player.left_out:
+        subject.note("left out", f"{', '.join(player.left_out)}: the environment is slow")
+    if player.forked:
+        text = "it forks, and the new process returns from the call too: end it with os._exit"
+        subject.error("processes", text)
+    _check_sizes(subject, player)
+    if printed.size:
+        much = f" {printed.size / 1e6:.0f} MB" if printed.size >= 1e6 else ""
+        text = f"it prints{much}, for example {printed.start[:60]!r}; use logging"
+        subject.error("standard output", text)
     for library, state in _random_states().items():
         if before.get(library, state) != state:
             text = f"it changes the global random state of {library}; use its own generator"
             subject.error("random state", text)
     return list(subject.findings)
+
+
+class Printed(io.StringIO):
+    """What is printed: the start of it, and its size in characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.size = "", 0
+
+    def write(self, text: str) -> int:
+        self.start = self.start or text
+        self.size += len(text)
+        return len(text)
+
+
+class _Unplayable(Exception):
+    """The first episode failed before its first step was taken: so would all others."""
+
+
+async def _constructed(spec: Spec, player: Player) -> None:
+    """Construct an environment: wrong arguments are refused once, not in each check.
+
+    Errors: ConfigError, EpisodeTimeout.
+    """
+
+    async def construct() -> Env:
+        built: Env = ENVS.build(spec, "env")
+        return built
+
+    await player.call("the constructor", construct)
+
+
+def _check_sizes(subject: Subject, player: Player) -> None:
+    for call, size in player.largest.items():
+        if size >= LARGE:
+            subject.note(
+                "size",
+                f"{call} returned messages of {size:,} characters: an episode has to fit "
+                f"`model.context_length`, in tokens, of which these are about {size / 4:,.0f}",
+            )
 
 
 def _subject(env: Spec | str | type[Env], timeout_s: float) -> Subject:
@@ -138,20 +196,31 @@ def _random_states() -> dict[str, str]:
     return states
 
 
+UNITS = {"determinism": 1, "expert": 1, "rubbish": 1, "tools": 1, "life cycle": 2}
+UNITS |= {"independence": 3}
+"""Episodes of a check of one task, where the environment is slow."""
+
 Check = Callable[[Subject, Player], Awaitable[None]]
 
 
 async def _guarded(name: str, check: Check, subject: Subject, player: Player) -> None:
+    starts_s = PROCESS_S if name == "determinism" and subject.spec is not None else 0.0
+    if not player.fits(UNITS.get(name, 0), starts_s):
+        player.left_out.append(name)
+        return
     try:
         await check(subject, player)
     except EpisodeTimeout:
         raise
     except Exception as error:
-        subject.error(name, f"{type(error).__name__}: {str(error)[:200]}")
+        text = f"{type(error).__name__}: {str(error)[:200]}"
+        if name == "speed" and len(subject.first) < 2:
+            raise _Unplayable(text) from error
+        subject.error(name, text)
 
 
 async def _declarations(subject: Subject, player: Player) -> None:
-    env = subject.make()
+    env = await player.new()
     (low, high), success_at = limits_of(env)
     if not low <= success_at <= high:
         subject.error("declarations", f"success_at {success_at:g} is outside of score_range")
@@ -161,7 +230,7 @@ async def _declarations(subject: Subject, player: Player) -> None:
 
 
 async def _determinism(subject: Subject, player: Player) -> None:
-    for task in subject.tasks:
+    for task in subject.tasks if not player.slow or subject.spec is None else ():
         first = await player.episode(task)
         second = await player.episode(task, _actions(first))
         if first != second:
@@ -171,7 +240,9 @@ async def _determinism(subject: Subject, player: Player) -> None:
             subject.played[task.id] = _actions(first)
     if subject.spec is not None:
         task, limit = subject.tasks[0], subject.timeout_s + PROCESS_START_S
-        first = await player.episode(task)
+        first = (
+            await player.episode(task) if not player.slow else subject.first[: player.max_turns + 1]
+        )
         second = play_in_process(subject.spec, task, _actions(first), limit)
         if first != second:
             text = f"{task.id} differs in another process: {_difference(first, second)}"
@@ -182,7 +253,7 @@ async def _expert(subject: Subject, player: Player) -> None:
     without: list[str] = []
     outcomes: list[Outcome] = []
     for task in subject.tasks:
-        env = subject.make()
+        env = await player.new()
         (low, high), _ = limits_of(env)
         total, done, num_turns, actions = 0.0, False, 0, list[str]()
         try:
@@ -199,7 +270,7 @@ async def _expert(subject: Subject, player: Player) -> None:
             continue
         finally:
             await player.close_env(env)
-        if not low - 1e-9 <= total <= high + 1e-9:
+        if math.isfinite(total) and not low - 1e-9 <= total <= high + 1e-9:
             text = f"{task.id}: the reward {total:g} is outside of score_range {low:g} to {high:g}"
             subject.error("rewards", text)
         before = subject.played.get(task.id, actions)
@@ -217,26 +288,38 @@ async def _expert(subject: Subject, player: Player) -> None:
 
 
 async def _rubbish(subject: Subject, player: Player) -> None:
-    for name, action in RUBBISH.items():
-        env = subject.make()
-        await player.reset(env, subject.tasks[0])
+    failed: dict[str, list[str]] = {}
+    env: Env | None = None
+    for number, (name, action) in enumerate(RUBBISH.items()):
+        if not player.fits(1):
+            left = len(RUBBISH) - number
+            player.left_out.append(f"{left} of {counted(len(RUBBISH), 'malformed action')}")
+            break
+        if env is None:
+            env = await player.new()
+            await player.reset(env, subject.tasks[0])
+        broken = False
         try:
-            await player.step(env, action)
+            broken = (await player.step(env, action)).done
         except EpisodeTimeout:
             raise
         except Exception as error:
-            text = (
-                f"{name} raised {type(error).__name__}: {str(error)[:100]}; answer the model with "
-                "a message instead"
-            )
-            subject.error("rubbish", text)
-        finally:
+            broken = True
+            failed.setdefault(f"{type(error).__name__}: {str(error)[:100]}", []).append(name)
+        if broken or not player.slow:  # each has an episode of its own where there is time
             await player.close_env(env)
+            env = None
+    if env is not None:
+        await player.close_env(env)
+    for reason, names in failed.items():
+        others = f" (so did {counted(len(names) - 1, 'other action')})" if names[1:] else ""
+        text = f"{names[0]} raised {reason}{others}; answer the model with a message instead"
+        subject.error("rubbish", text)
 
 
 async def _tools(subject: Subject, player: Player) -> None:
     """Convert an expert's action to a tool call and back."""
-    env = subject.make()
+    env = await player.new()
     specs = list(env.tools())
     for spec in specs:
         if spec.parameters.get("type") != "object":
@@ -259,7 +342,7 @@ async def _tools(subject: Subject, player: Player) -> None:
 
 async def _life_cycle(subject: Subject, player: Player) -> None:
     """Steps before reset and after the end are refused; close works twice; reset works after it."""
-    env, task = subject.make(), subject.tasks[0]
+    env, task = await player.new(), subject.tasks[0]
     await _refuses_step(subject, player, env, "before reset")
     first = [turn async for turn in player.turns(env, task)]
     if any(first[-1][3:]):
@@ -297,7 +380,7 @@ async def _independence(subject: Subject, player: Player) -> None:
     first_tasks = subject.tasks[:4]
     episodes = [await player.episode(task) for task in first_tasks]
     tasks, alone = [*first_tasks, *first_tasks], [*episodes, *episodes]
-    envs = [subject.make() for _ in tasks]
+    envs = [await player.new() for _ in tasks]
     plays = [
         player.turns(env, task, _actions(turns))
         for env, task, turns in zip(envs, tasks, alone, strict=True)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
+import mmap
 import multiprocessing
+import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from ludus.core.errors import EnvError, EpisodeTimeout
+from ludus.core.errors import EnvError, EpisodeTimeout, LudusError, described
 from ludus.core.signals import ctrl_c_kept_from_children
 from ludus.core.types import Message, Observation, Spec, StepResult, Task
 from ludus.envs import ENVS
-from ludus.envs.base import PREPARE_S, Env, NoExpert, awaited
+from ludus.envs.base import PREPARE_S, Env, NoExpert, awaited, exit_error
 
 T = TypeVar("T")
 
@@ -24,6 +26,9 @@ MAX_TURNS = 1000
 
 TURNS_WITHOUT_EXPERT = 5
 """Turns of an episode without an expert."""
+
+SLOW_S = 20.0
+"""Seconds for all checks of a slow environment."""
 
 Turn = tuple[str, tuple[str, ...], float | None, bool, bool]
 """Action, messages as JSON, reward, terminated, truncated."""
@@ -35,19 +40,40 @@ class Player:
     `report(check, detail)` is called for each violation. Errors: EpisodeTimeout if a call takes
     longer than `timeout_s`. Its thread cannot be killed, so all later calls fail too.
 
-    `max_turns` of an episode are played; fewer where the environment is `slow`. `call_s`: seconds
-    of the newest call, in its thread.
+    `max_turns` of an episode are played; fewer where the environment is `slow`: then `unit_s` are
+    the seconds of an episode, and `left_s` those left for the checks. `call_s`: seconds of the
+    newest call, in its thread. `left_out`: checks that would take too long.
+    `largest`: characters of the largest messages, by the call that returned them.
     """
 
     def __init__(
         self, make: Callable[[], Env], timeout_s: float, report: Callable[[str, str], None]
     ) -> None:
         self.make, self.timeout_s, self.report = make, timeout_s, report
-        self.max_turns, self.slow, self.call_s = MAX_TURNS, False, 0.0
+        self.max_turns, self.slow, self.call_s, self.unit_s = MAX_TURNS, False, 0.0, 0.0
+        self.largest: dict[str, int] = {}
+        self.left_out: list[str] = []
+        self._begun = time.monotonic()
+        self._process = os.getpid()
+        self._forked = mmap.mmap(-1, 1)  # shared with processes that the environment forks
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._hang: EpisodeTimeout | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left for the checks of a slow environment."""
+        return SLOW_S - (time.monotonic() - self._begun)
+
+    def fits(self, units: float, extra_s: float = 0.0) -> bool:
+        """True if so many episodes, and so many seconds, fit into the time that is left."""
+        return not self.slow or units * self.unit_s + extra_s <= self.left_s
+
+    @property
+    def forked(self) -> bool:
+        """True if the environment forked this process, and the child came back from the call."""
+        return self._forked[0] > 0
 
     def close(self) -> None:
         """Stop the thread, unless it hangs."""
@@ -69,8 +95,17 @@ class Player:
             started = time.perf_counter()
             try:
                 return await awaited(what, function())
+            except asyncio.CancelledError as failure:
+                raise exit_error(failure) from None
+            except Exception:
+                raise
+            except BaseException as failure:  # would end the thread, and nothing would answer
+                raise exit_error(failure) from None
             finally:
                 self.call_s = time.perf_counter() - started
+                if os.getpid() != self._process:
+                    self._forked[0] = 1
+                    os._exit(1)
 
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
         done, _ = await asyncio.wait([future], timeout=timeout_s)
@@ -78,6 +113,14 @@ class Player:
             self._hang = EpisodeTimeout(f"{what} takes longer than {timeout_s:g} s")
             raise self._hang
         return future.result()
+
+    async def new(self) -> Env:
+        """Construct an environment."""
+
+        async def construct() -> Env:
+            return self.make()
+
+        return await self.call("the constructor", construct)
 
     async def reset(self, env: Env, task: Task) -> Observation:
         """Reset and check the answer. Errors: EnvError if it is not an Observation."""
@@ -120,15 +163,18 @@ class Player:
             return
 
     def _check_messages(self, what: str, messages: Iterable[Any]) -> None:
+        size = 0
         for message in messages:
+            size += len(message.content) if isinstance(message, Message) else 0
             if not isinstance(message, Message):
                 self.report("messages", f"{what} returned {kind(message)} among its messages")
             elif message.role == "assistant":
                 self.report("messages", f"{what} returned an assistant message: only models may")
+        self.largest[what] = max(self.largest.get(what, 0), size)
 
     async def turns(
         self, env: Env, task: Task, actions: Sequence[str] | None = None
-    ) -> AsyncIterator[Turn]:
+    ) -> AsyncGenerator[Turn]:
         """Yields the opening (as a turn without an action), then a turn for each action.
 
         Without `actions` the expert plays; without an expert, a few arbitrary words.
@@ -140,7 +186,9 @@ class Player:
             if action is None:
                 return
             result = await self.step(env, Message(role="assistant", content=action))
-            outcome = (result.reward, result.terminated, result.truncated)
+            # One that is not finite is reported, and is not equal to itself.
+            reward = result.reward if math.isfinite(result.reward or 0.0) else None
+            outcome = (reward, result.terminated, result.truncated)
             yield action, _dump(result.messages), *outcome
             if result.done:
                 return
@@ -154,7 +202,7 @@ class Player:
 
     async def episode(self, task: Task, actions: Sequence[str] | None = None) -> list[Turn]:
         """Returns all turns of an episode, in a new environment."""
-        env = self.make()
+        env = await self.new()
         try:
             return [turn async for turn in self.turns(env, task, actions)]
         finally:
@@ -173,25 +221,56 @@ def _dump(messages: Iterable[Message]) -> tuple[str, ...]:
     )
 
 
-def play_in_process(spec: Spec, task: Task, actions: list[str], timeout_s: float) -> list[Turn]:
-    """Play the episode in a new process, with another hash seed.
+class ProcessDied(EnvError):
+    """The process of an episode ended before the episode did."""
 
-    Errors: TimeoutError, EnvError if the process dies, and errors of the episode.
+    def __init__(self, task: Task, code: int | None) -> None:
+        how = "" if code is None else f", with exit code {code}"
+        self.how = how
+        super().__init__(f"a new process that plays {task.id} died{how}")
+
+
+def play_in_process(
+    spec: Spec, task: Task, actions: list[str] | None, timeout_s: float
+) -> list[Turn]:
+    """Play the episode in a new process, with another hash seed; see `Player.turns`.
+
+    Errors: TimeoutError, ProcessDied, and errors of the episode.
     """
-    from pebble import ProcessExpired, ProcessPool
+    here, there = multiprocessing.Pipe(duplex=False)
+    args = (there, spec.model_dump_json(), task.model_dump_json(), actions)
+    process = multiprocessing.get_context("spawn").Process(target=_answer, args=args)
+    with ctrl_c_kept_from_children():
+        process.start()
+    there.close()  # so the end of the process is the end of the pipe
+    try:
+        if not here.poll(timeout_s):
+            raise TimeoutError(f"{task.id} takes longer than {timeout_s:g} s in a new process")
+        answer: list[Turn] | Exception = here.recv()
+    except EOFError:
+        process.join()
+        raise ProcessDied(task, process.exitcode) from None
+    finally:
+        process.kill()
+        process.join()
+        here.close()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
-    with ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn")) as pool:
-        args = (spec.model_dump_json(), task.model_dump_json(), actions)
-        with ctrl_c_kept_from_children():
-            played = pool.schedule(_play_here, args=args, timeout=timeout_s)
-        try:
-            turns: list[Turn] = played.result()
-        except (ProcessExpired, BrokenProcessPool) as error:
-            raise EnvError(f"a new process that plays {task.id} died") from error
-        return turns
+
+def _answer(pipe: Connection, *given: Any) -> None:
+    """The process of an episode: send its turns, or its error."""
+    try:
+        answer: list[Turn] | Exception = _play_here(*given)
+    except LudusError as error:
+        answer = error
+    except Exception as error:  # its class may be one's own, which cannot be sent
+        answer = EnvError(described(error))
+    pipe.send(answer)
 
 
-def _play_here(spec_json: str, task_json: str, actions: list[str]) -> list[Turn]:
+def _play_here(spec_json: str, task_json: str, actions: list[str] | None) -> list[Turn]:
     spec, task = Spec.model_validate_json(spec_json), Task.model_validate_json(task_json)
     player = Player(lambda: ENVS.build(spec), math.inf, lambda *_: None)
     player.timeout_s = 3600.0  # the pool's timeout is shorter

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ludus.core.types import Spec, Task
 from ludus.envs.base import Env
+from ludus.envs.checks.play import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class Subject:
     """The environment under test and the findings so far, without duplicates.
 
     `report` receives each finding when it is found. `played` has the expert's actions by the task's
-    id, of the tasks whose episodes do not differ with the same actions.
+    id, of the tasks whose episodes do not differ with the same actions. `first`: the episode that
+    measured the speed.
     """
 
     spec: Spec | None
@@ -39,6 +41,8 @@ class Subject:
     findings: dict[Finding, None] = field(default_factory=dict)
     played: dict[str, list[str]] = field(default_factory=dict)
 
+    first: list[Turn] = field(default_factory=list)
+
     def error(self, check: str, detail: str) -> None:
         self._add(Finding("error", check, detail))
 
@@ -46,6 +50,8 @@ class Subject:
         self._add(Finding("note", check, detail))
 
     def _add(self, finding: Finding) -> None:
-        if finding not in self.findings:
+        # One fault shows in several checks.
+        told = ((known.severity, known.detail) for known in self.findings)
+        if (finding.severity, finding.detail) not in told:
             self.findings[finding] = None
             self.report(finding)

@@ -14,11 +14,12 @@ from itertools import zip_longest
 from typing import Any, cast
 
 from ludus.config.schema import RunConfig
-from ludus.core.errors import LudusError, described
+from ludus.core.errors import EnvError, LudusError, described
 from ludus.core.types import Message, Observation, StepResult, Task
 from ludus.data.expert import CodeBlocks, Demonstration, run_expert
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert, awaited, limits_of
+from ludus.envs.checks.play import ProcessDied, play_in_process
 from ludus.rollout.host import LocalEnvs, check_opening, check_result
 from ludus.rollout.threads import EnvThread, Overdue
 from ludus.tasks.mixture import part_of, settings_of
@@ -45,12 +46,17 @@ DEADLINE_S = 15.0
 """Episodes under way are given up after this time."""
 
 
+APART_S = 8.0
+"""Seconds of the episode in another process, with the start of it."""
+
+
 @dataclass(slots=True)
 class Played:
     """An episode, as far as it went.
 
     Args:
         rewards, seconds: of each step. `cpu_s`: processor time of all steps.
+        opening_s: wall time of the constructor and the reset.
         demonstration: the expert's whole episode.
         error: the reason why it ended early; `no_expert`, `overdue`: the kind of reason.
     """
@@ -61,6 +67,7 @@ class Played:
     rewards: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     cpu_s: float = 0.0
+    opening_s: float = 0.0
     score_range: tuple[float, float] = (0.0, 1.0)
     max_turns: int = 1
     demonstration: Demonstration | None = None
@@ -100,9 +107,14 @@ class Sample:
 
 
 async def play_sample(config: RunConfig, tasks: Sequence[Task]) -> Sample:
-    """Play episodes of the tasks that have an environment."""
+    """Play episodes of the tasks that have an environment.
+
+    Errors: EnvError for an environment that ends its process.
+    """
     envs = LocalEnvs(config.env)
     tasks = [task for task in tasks if envs.spec_of(task) is not None]
+    if tasks:
+        _play_apart(envs, tasks[0])
     demonstrated = tasks[: config.demonstrations.num_episodes] if config.demonstrations else tasks
     chosen = spread(demonstrated, MAX_EPISODES)
     thread, started = EnvThread(), time.monotonic()
@@ -135,6 +147,23 @@ async def play_sample(config: RunConfig, tasks: Sequence[Task]) -> Sample:
         again.append(await one(task, partial(_demonstrate, config)))
     thread.close()
     return Sample(expert, random, len(demonstrated), complete, again)
+
+
+def _play_apart(envs: LocalEnvs, task: Task) -> None:
+    """Play a task of the user's own class in another process: code that ends its process would end
+    the command, with an exit code of its own. Errors: EnvError."""
+    spec = envs.spec_of(task)
+    if spec is None or ":" not in spec.name:
+        return
+    try:
+        play_in_process(spec, task, None, APART_S)
+    except ProcessDied as error:
+        raise EnvError(
+            f"env: {spec.name!r} ends its process in an episode of task {task.id}{error.how}: an "
+            "environment must not call os._exit, nor crash in native code"
+        ) from None
+    except Exception:  # the episodes here tell it, and its place
+        return
 
 
 def spread(tasks: Sequence[Task], count: int) -> list[Task]:
@@ -173,7 +202,9 @@ class Recorded:
         return self._played.reward >= limits_of(self._env)[1]
 
     async def reset(self, task: Task) -> Observation:
+        started = time.perf_counter()
         opening = check_opening(await awaited("reset", self._env.reset(task)))
+        self._played.opening_s += time.perf_counter() - started
         self._played.opening, self._played.opened = list(opening.messages), True
         self._played.score_range, _ = limits_of(self._env)
         return opening
@@ -207,7 +238,10 @@ async def play_one(
     made: list[Recorded] = []
 
     async def work() -> Any:
-        made.append(Recorded(envs.make(task), played))
+        started = time.perf_counter()
+        env = envs.make(task)
+        played.opening_s = time.perf_counter() - started
+        made.append(Recorded(env, played))
         try:
             return await act(made[0])
         finally:

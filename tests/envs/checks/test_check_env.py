@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 import textwrap
 import time
@@ -15,10 +16,10 @@ from preflight_envs import Count
 from variants import variants
 
 from ludus.core.errors import ConfigError, EnvError
-from ludus.core.types import Message, Spec, Task
+from ludus.core.types import Message, Observation, Spec, StepResult, Task
 from ludus.envs import base
 from ludus.envs.base import Env
-from ludus.envs.checks import outcomes
+from ludus.envs.checks import outcomes, play
 from ludus.envs.checks.check import check_env
 from ludus.envs.checks.subject import Finding
 
@@ -52,8 +53,12 @@ async def test_a_faultless_environment_has_no_findings() -> None:
 
 FAULTS: list[tuple[type[Env], str, str]] = [
     (faulty.RaisesOnRubbish, "rubbish", "an empty action raised ValueError"),
-    (faulty.ReturnsRubbish, "expert", "step returned a str, not a StepResult"),
-    (faulty.Praises, "expert", "Praises.step: StepResult has reward='good'; it has to be a number"),
+    (faulty.ReturnsRubbish, "episode", "EnvError: step returned a str, not a StepResult"),
+    (
+        faulty.Praises,
+        "episode",
+        "EnvError: Praises.step: StepResult has reward='good'; it has to be a number",
+    ),
     (faulty.AnswersAsAssistant, "messages", "assistant message"),
     (faulty.Prints, "standard output", "'a step"),
     (faulty.NotDeterministic, "determinism", "the opening"),
@@ -139,8 +144,9 @@ async def test_a_needless_thread_is_told(
 
 
 def test_steps_that_are_worth_a_thread_are_not_told() -> None:
-    assert outcomes.needless_thread(2e-5) is not None
-    assert outcomes.needless_thread(5e-4) is None
+    assert outcomes.needless_thread(2e-5, 1e-4) is not None
+    assert outcomes.needless_thread(5e-4, 1e-4) is None
+    assert outcomes.needless_thread(2e-5, 2.0) is None, "others would wait for the reset"
 
 
 def counted(**args: object) -> Spec:
@@ -187,6 +193,103 @@ async def test_slow_steps_are_told_before_all_other_checks(
     assert first.check == "speed"
     assert re.match(r"a step takes 0\.1\d? s \(median of 3\)", first.detail)
     assert "an episode of 20 turns takes about 2 s" in first.detail
-    assert "one task is checked, 3" in first.detail
+    assert "6 tasks are checked, 3 turns of each episode" in first.detail
     assert after_s < 15
     assert all(finding.severity == "note" for _, finding in findings)
+
+
+class Loads(faulty.Digit):
+    """Its constructor takes long."""
+
+    blocking = True
+
+    def __init__(self) -> None:
+        time.sleep(0.02)
+
+
+async def test_slow_openings_reduce_the_checks_and_need_their_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outcomes, "SLOW_STEP_S", 0.01)
+    monkeypatch.setattr(play, "SLOW_S", 0.1)
+    notes = await check_env(Loads)
+    assert all(f.severity == "note" for f in notes), notes
+    assert re.search(r"the constructor 0\.0\d+ s: .* one task is checked, 1 turn", notes[0].detail)
+    [left] = [f.detail for f in notes if f.check == "left out"]
+    assert left.endswith("independence: the environment is slow")
+    assert not any("blocking = False" in f.detail for f in notes)
+
+
+class Sleeps(faulty.Digit):
+    def __init__(self) -> None:
+        time.sleep(60)
+
+
+async def test_a_constructor_that_hangs_ends_the_checks() -> None:
+    [found] = await check_env(Sleeps, timeout_s=0.3)
+    assert "the constructor takes longer than 0.3 s; the remaining checks did not" in str(found)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("method", ["reset", "step"])
+async def test_a_call_for_exit_is_told_once(kind: type[BaseException], method: str) -> None:
+    async def leave(*_: object) -> None:
+        raise kind(0)
+
+    env = type("Leaves", (faulty.Digit,), {method: leave})
+    [found] = await check_env(env)
+    assert "the environment called for exit" in found.detail
+    assert kind.__name__ in found.detail
+
+
+async def test_a_fault_of_all_calls_is_told_once() -> None:
+    def step(*_: object) -> None:
+        return None
+
+    [found] = await check_env(type("NotAsync", (faulty.Digit,), {"step": step}))
+    assert "step is not async" in found.detail
+
+
+async def test_a_child_that_returns_from_the_call_ends() -> None:
+    process = os.getpid()
+
+    async def step(self: faulty.Digit, action: Message) -> object:
+        os.fork()
+        return await faulty.Digit.step(self, action)
+
+    findings = await check_env(type("Forks", (faulty.Digit,), {"step": step}), num_tasks=1)
+    assert os.getpid() == process
+    [found] = [f for f in findings if f.severity == "error"]
+    assert "it forks, and the new process returns from the call too" in found.detail
+
+
+async def test_rewards_that_are_no_numbers_are_no_difference() -> None:
+    class NoNumber(faulty.Digit):
+        async def step(self, action: Message) -> StepResult:
+            return (await super().step(action)).model_copy(update={"reward": math.nan})
+
+    errors = [f for f in await check_env(NoNumber) if f.severity == "error"]
+    assert [f.detail for f in errors] == ["step returned the reward nan"]
+
+
+async def test_random_words_have_the_turns_of_an_episode() -> None:
+    class Quarters(faulty.Digit):
+        max_turns = 4
+
+        async def step(self, action: Message) -> StepResult:
+            result = await super().step(action)
+            done = action.content.isdecimal()
+            return result.model_copy(update={"reward": 0.25, "terminated": done})
+
+    errors = [f for f in await check_env(Quarters) if f.severity == "error"]
+    assert errors == []
+
+
+async def test_large_messages_are_told() -> None:
+    class Speaks(faulty.Digit):
+        async def reset(self, task: Task) -> Observation:
+            await super().reset(task)
+            return Observation(messages=faulty.user("word " * 50_000))
+
+    [size] = [f for f in await check_env(Speaks, num_tasks=1) if f.check == "size"]
+    assert "reset returned messages of 250,000 characters" in size.detail
