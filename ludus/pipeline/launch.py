@@ -45,6 +45,7 @@ from ludus.report.collect import report
 from ludus.store import RunExists, RunStore
 from ludus.store.folders import (
     RunFolder,
+    check_runs_dir,
     create_run,
     disk_faults,
     find_run,
@@ -98,6 +99,7 @@ def train(
             with mirrored.lock():
                 _resume(mirrored, config, observer, skip_damaged, options)
             return mirrored
+    check_runs_dir(config.runs_dir)
     splits = read_splits(config)
     preflight(config, splits, options, observer.note)
     with RunStore.open(config.store, config.runs_dir) as store:

@@ -70,7 +70,8 @@ def quick(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
     Errors: ConfigError for a recipe whose model cannot be replaced.
     """
-    data = limited(limited(config.model_dump(mode="json"), LIMITS), FEWER)
+    # Not as JSON, which turns infinite values into null before they are refused.
+    data = limited(limited(config.model_dump(), LIMITS), FEWER)
     told = "a few steps and episodes"
     for name, values in ON_A_CPU.items():
         data[name] |= values
@@ -130,7 +131,7 @@ def without_stages(config: RunConfig, *, sft: bool, rl: bool) -> RunConfig:
             raise ConfigError(f"--skip-{name}: the recipe has no `{name}`")
         if skipped and (left is None or (sft and rl)):
             raise ConfigError(f"--skip-{name}: nothing is left to train: `ludus evaluate` plays")
-    data = config.model_dump(mode="json")
+    data = config.model_dump()
     if sft:
         data |= {"sft": None, "demonstrations": None}
     if rl:

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -106,6 +107,26 @@ def read_facts(path: Path) -> dict[str, Any]:
     return facts
 
 
+def check_runs_dir(runs_dir: str | Path) -> None:
+    """Check that runs can be created in a folder; leaves nothing behind. Errors: ConfigError."""
+    parent = Path(runs_dir)
+    absent = [path for path in (parent, *parent.parents) if not path.exists()]
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".tmp-", dir=parent):
+            pass
+    except OSError as error:
+        raise _cannot_create(parent, error) from None
+    finally:
+        with suppress(OSError):  # another run uses it already
+            for path in absent:
+                path.rmdir()
+
+
+def _cannot_create(parent: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"runs_dir: cannot create a run in {parent}: {error.strerror}")
+
+
 def create_run(
     runs_dir: str | Path, name: str, config: str, taken: Collection[str] = ()
 ) -> RunFolder:
@@ -133,7 +154,7 @@ def create_run(
             raise
         return RunFolder(folder)
     except OSError as error:
-        raise ConfigError(f"runs_dir: cannot create a run in {parent}: {error.strerror}") from None
+        raise _cannot_create(parent, error) from None
 
 
 def _rename_to(new: Path, folder: Path) -> bool:

@@ -43,10 +43,15 @@ SMALLER = (
     "lower rl.tokens_per_batch (in SFT, sft.tokens_per_batch) or model.context_length, or set "
     "learner.gradient_checkpointing to true, and resume"
 )
+LOWER_RATE = "lower optimizer.lr and resume"
 SMALLER_STATE = (
     "train adapters (model.lora), or start with model.dtype: bfloat16 and learner.master_weights: "
     "stochastic_rounding, which need less"
 )
+
+
+class OutOfMemory(TrainingError):
+    """Memory does not suffice for an optimizer step."""
 
 
 class Learner:
@@ -295,7 +300,7 @@ class Learner:
         sums = {name: float(value.detach().sum()) for name, value in output.metrics.items()}
         return total, {**sums, "entropy": float(entropy_N.detach().sum())}
 
-    def _refuse(self, what: str, remedy: str = "lower optimizer.lr and resume") -> NoReturn:
+    def _refuse(self, what: str, remedy: str = LOWER_RATE) -> NoReturn:
         """Save the pending batches, discard their gradients, and raise TrainingError."""
         where = ""
         if self.dump_dir is not None:
@@ -307,7 +312,8 @@ class Learner:
             except (OSError, SafetensorError) as error:
                 where = f"; its batch could not be saved in {folder} ({error})"
         self._zero_grad()
-        raise TrainingError(
+        kind = TrainingError if remedy == LOWER_RATE else OutOfMemory
+        raise kind(
             f"optimizer step {self.step}: {what}{where}. The weights are as they were before the "
             f"step; {remedy}"
         )

@@ -76,7 +76,7 @@ def sums(ludus: Ludus) -> str:
         (["model.tokenizer=nowhere/at-all"], 2, ["model.tokenizer", "nowhere/at-all"]),
         (["model.chat_template=nowhere.jinja"], 2, ["nowhere.jinja"]),
         (["store=mysql://x/y"], 2, ["mysql is not supported"]),
-        (["runs_dir=/proc/nowhere"], 1, ["/proc/nowhere"]),
+        (["runs_dir=/proc/nowhere"], 2, ["runs_dir: cannot create a run in /proc/nowhere"]),
         (["demonstrations=null", "sft.data=nowhere.jsonl"], 1, ["nowhere.jsonl does not exist"]),
         (["rl"], 2, ["rl"]),
     ],

@@ -187,6 +187,10 @@ async def test_an_entropy_target_switches_the_bonus_off_above_it(tmp_path: Path)
 def test_an_entropy_target_without_a_bonus_is_refused() -> None:
     with pytest.raises(ConfigError, match="no effect without an entropy_bonus"):
         ALGORITHMS.build(Spec(name="grpo", args={"entropy_target": 0.1}))
+    for value in (math.inf, math.nan):
+        endless = Spec(name="grpo", args={"entropy_bonus": 0.1, "entropy_target": value})
+        with pytest.raises(ConfigError, match="entropy_target must be a finite number, got"):
+            ALGORITHMS.build(endless)
 
 
 async def test_a_group_without_signal_does_not_hold_back_the_others(tmp_path: Path) -> None:

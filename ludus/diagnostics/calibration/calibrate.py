@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
 from tempfile import TemporaryDirectory
@@ -24,6 +25,7 @@ from ludus.diagnostics.calibration.episodes import (
     RandomEpisode,
     play_again,
     play_expert,
+    play_openings,
     play_random,
     random_line,
     success_of,
@@ -73,6 +75,12 @@ NUM_MEASURED = 1600
 
 TRIAL_TOKENS = 500_000
 """Tokens of the episodes that the trial of SFT has: with few, it would learn them by heart."""
+
+LONGEST_TOKEN = 20
+"""Characters of a token that no text reaches on average."""
+
+NUM_OPENED, OPENING_S = 4, 4.0
+"""Tasks whose openings are compared with the context; at most so many seconds."""
 
 TOLD = 0.1
 """Success of one answer to all tasks above which it is told."""
@@ -143,9 +151,9 @@ def _calibrate(
         tokens.trained(first, (), ())
         shape_of(first)
     if subject.env is not None:
-        subject = fewer_tiers(subject, folder, say)
+        subject = fewer_tiers(subject, folder, say, scratch=model is None)
     tasks = subject.take(NUM_EPISODES, 0)
-    expert = play(subject, tasks, folder, say)
+    expert = play(subject, tasks, folder, say, scratch=model is None)
     good = [d for d in expert.demonstrations if d.success]
     if not good and model is None:
         raise ConfigError(no_demonstration(subject, expert))
@@ -232,6 +240,25 @@ def _calibrate(
     )  # fmt: skip
 
 
+def refuse_long(subject: Subject) -> None:
+    """Refuse an environment whose openings are all far beyond the context of a model from scratch,
+    before its episodes are played and split into tokens.
+
+    Errors: ConfigError.
+    """
+    assert subject.env is not None
+    some = [replace(subject, tiers=[tier]).take(1, 0)[0] for tier in subject.tiers[:NUM_OPENED]]
+    tasks = some or subject.take(NUM_OPENED, 0)
+    opened = run(play_openings(subject.env, tasks, OPENING_S))
+    shortest = min((sum(len(m.content) for m in opening) for _, opening in opened), default=0)
+    if shortest > choices.MAX_CONTEXT * LONGEST_TOKEN:
+        raise ConfigError(
+            f"{subject.given}: every opening exceeds the context: the shortest of "
+            f"{len(opened)} has {shortest:,} characters, and the context of a model from scratch "
+            f"can have {choices.MAX_CONTEXT:,} tokens here; shorten the prompts"
+        )
+
+
 def of_trial(config: RunConfig, trial: Trial, kind: str) -> Iterator[str]:
     """Yields what is foretold of a recipe with SFT until a measured end, and of its RL."""
     if config.sft is not None and config.sft.until is not None:
@@ -258,14 +285,17 @@ def openings(config: RunConfig, tasks: Sequence[Task]) -> list[Conversation]:
     ]
 
 
-def fewer_tiers(subject: Subject, folder: Path, say: Callable[[str], None]) -> Subject:
+def fewer_tiers(
+    subject: Subject, folder: Path, say: Callable[[str], None], *, scratch: bool
+) -> Subject:
     """Of an environment with many levels, those with the shortest episodes of the expert."""
     if len(subject.tiers) <= MAX_TIERS:
         return subject
     assert subject.env is not None
     alone = [replace(subject, tiers=[tier]) for tier in subject.tiers[:60]]
     tasks = [task for one in alone for task in one.take(2, 0)]
-    expert = play_expert(subject.env, tasks, folder, EXPERT_S / 2)
+    fit = partial(refuse_long, subject) if scratch else None
+    expert = play_expert(subject.env, tasks, folder, EXPERT_S / 2, fit=fit)
     shortest: dict[str, float] = {}
     for tier in subject.tiers:
         own = [d for d in expert.demonstrations if d.tier == tier and d.success]
@@ -283,9 +313,14 @@ def fewer_tiers(subject: Subject, folder: Path, say: Callable[[str], None]) -> S
 
 
 def play(
-    subject: Subject, tasks: Sequence[Task], folder: Path, say: Callable[[str], None]
+    subject: Subject,
+    tasks: Sequence[Task],
+    folder: Path,
+    say: Callable[[str], None],
+    *,
+    scratch: bool,
 ) -> Expert:
-    """The expert's episodes; of a data set, its answers."""
+    """The expert's episodes; of a data set, its answers. `scratch`: for a model from scratch."""
     if subject.env is None:
         shown = [
             Demonstration(
@@ -300,7 +335,8 @@ def play(
         ]
         say(f"{subject.rows} rows with answers")
         return Expert(shown)
-    expert = play_expert(subject.env, tasks, folder, EXPERT_S)
+    fit = partial(refuse_long, subject) if scratch else None
+    expert = play_expert(subject.env, tasks, folder, EXPERT_S, fit=fit)
     if expert.demonstrations:
         say(
             f"expert: {expert.num_played} episodes in {expert.seconds:.0f} s, {expert.success:.0%} "

@@ -110,18 +110,26 @@ class Expert:
 
 
 def play_expert(
-    env: Spec, tasks: Sequence[Task], folder: Path, seconds: float, workers: int = 2
+    env: Spec,
+    tasks: Sequence[Task],
+    folder: Path,
+    seconds: float,
+    workers: int = 2,
+    fit: Callable[[], object] | None = None,
 ) -> Expert:
     """Let the expert play as many tasks as fit into `seconds`, in processes of its own.
 
     Their number follows from episodes in this process. Where those do not end, PROBE tasks are
-    played, then at most FIRST, then the rest, by the time that those before took.
+    played, then at most FIRST, then the rest, by the time that those before took. `fit` is called
+    before them, and refuses what no model can read.
     """
     begun, played, timeout_s = time.perf_counter(), Expert(), LONGEST_S
     sizes: tuple[int, ...] = (PROBE, FIRST, len(tasks))
     kind, reason = _first_alone(env, tasks[0]) if ":" in env.name else ("", "")
     if kind == "timeout":  # the next ones would take as long
         return Expert(failed={kind: 1}, reason=reason)
+    if fit is not None:
+        fit()
     per_s = 0.0
     if not kind:
         per_s = workers * run(rate_here(env, tasks[:EPISODES_PER_JOB]))

@@ -16,6 +16,7 @@ from typing import Any, cast
 from ludus.backends.local import LocalBackend
 from ludus.config.schema import RunConfig
 from ludus.config.training import SFTUntilConfig
+from ludus.core.errors import ConfigError
 from ludus.core.types import Group
 from ludus.data.conversations import Conversation, replay_all
 from ludus.data.splits import Splits
@@ -25,6 +26,7 @@ from ludus.pipeline import sft_end
 from ludus.pipeline.build import Run, build
 from ludus.pipeline.stages import rl_stage, sft_stage
 from ludus.store.folders import RunFolder
+from ludus.train.learner import OutOfMemory
 from ludus.train.scoring import Scorer
 
 RATES = (2e-3, 1e-3, 4e-3)
@@ -137,6 +139,12 @@ async def try_out(
         _, best, stage, step = next(item for item in runs if item[0] == trial.rate)
         await _sft(best, stage, step, trial, begun + 0.7 * seconds, say)
         await _rl(best, trial, begun + seconds, say, slow)
+    except OutOfMemory as error:  # its keys are those of a recipe, which does not exist yet
+        raise ConfigError(
+            "memory does not suffice for a step of training with a context of "
+            f"{config.model.context_length} tokens: choose shorter episodes (fewer turns, shorter "
+            "observations, easier levels) or a smaller model, or end other programs"
+        ) from error
     finally:
         for _, made, _, _ in runs:
             await made.collector.close()

@@ -11,6 +11,7 @@ Writes nothing. A resumed run is not tried again; one that has no checkpoint che
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,7 +67,7 @@ def preflight(
     EnvError, ToolError.
     """
     started = time.perf_counter()
-    tokenizer = check_parts(config)
+    tokenizer = own = check_parts(config)
     check_judges(config)
     check_functions(config, splits.train, splits.heldout)
     make_limits(config, splits).close()
@@ -80,6 +81,8 @@ def preflight(
         tokenizer = _estimated_tokenizer(config, splits, conversations, sample)
     found = Findings()
     if tokenizer is not None:
+        if (size := _vocabulary(config, tokenizer, known=own is not None)) is not None:
+            found.faults += _entropy_out_of_reach(config, size)
         renderers = make_renderers(config, tokenizer)
         _compare_prompts(config, splits, sample, renderers, exact, found)
         if conversations:
@@ -99,6 +102,27 @@ def preflight(
     for text in found.notes:
         note(f"preflight: {text}")
     note(_summary(sample, time.perf_counter() - started))
+
+
+def _vocabulary(config: RunConfig, tokenizer: Any, *, known: bool) -> int | None:
+    """The most tokens that the run's vocabulary has; None where they follow from its texts."""
+    own = config.model.tokenizer
+    if known or (own.name if isinstance(own, Spec) else own) == "bytes":
+        return len(tokenizer)
+    size = own.args.get("vocab_size") if isinstance(own, Spec) else None
+    return size if isinstance(size, int) else None
+
+
+def _entropy_out_of_reach(config: RunConfig, vocabulary: int) -> list[str]:
+    """Faults of an entropy that no distribution over the vocabulary has."""
+    target = config.rl.algorithm.args.get("entropy_target") if config.rl is not None else None
+    most = math.log(max(vocabulary, 1))
+    if not isinstance(target, float | int) or target <= most:
+        return []
+    return [
+        f"rl.algorithm.args.entropy_target: no policy reaches {target:g} nats a token: with "
+        f"{vocabulary:,} tokens the most is {most:.2f}; 0.1 to 1 are usual"
+    ]
 
 
 def _few_heldout(config: RunConfig, splits: Splits) -> list[str]:

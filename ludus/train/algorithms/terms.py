@@ -25,6 +25,7 @@ EntropyTarget = Annotated[
     float | None,
     Field(
         gt=0,
+        allow_inf_nan=False,  # JSON has neither: a run's configuration would say null
         description="Entropy in nats a token at which the bonus is 0; below it, the bonus grows, "
         "to `entropy_bonus` at an entropy of 0. Null: the bonus is constant.",
     ),

@@ -23,7 +23,7 @@ from ludus.models.memory import is_out_of_memory
 from ludus.train.algorithms.losses import LossFn, trajectory_means, unit_of
 from ludus.train.distributed.group import Group
 from ludus.train.distributed.sharding import Parts, ShardedForward
-from ludus.train.learner import SMALLER_STATE, Learner, _cut, _Pending, save_batch
+from ludus.train.learner import LOWER_RATE, SMALLER_STATE, Learner, _cut, _Pending, save_batch
 from ludus.train.packing import Batch, MicroBatch
 
 
@@ -187,7 +187,7 @@ class ShardedLearner(Learner):
         super()._zero_grad()
         self.model.zero_grad(set_to_none=True)
 
-    def _refuse(self, what: str, remedy: str = "lower optimizer.lr and resume") -> NoReturn:
+    def _refuse(self, what: str, remedy: str = LOWER_RATE) -> NoReturn:
         """Save the pending batches of each rank, discard the gradients, and raise TrainingError on
         all ranks."""
         failures = self.group.share(self._dump())

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError
 from ludus.core.types import Message, Spec, Task
 from ludus.data.conversations import Conversation
+from ludus.diagnostics.calibration import trials
 from ludus.diagnostics.calibration.first import base
 from ludus.diagnostics.calibration.subject import Subject
 from ludus.diagnostics.calibration.tokens import trained
-from ludus.diagnostics.calibration.trials import Trial, unseen_loss
+from ludus.diagnostics.calibration.trials import Trial, try_out, unseen_loss
 from ludus.pipeline.build import Run
 from ludus.pipeline.tokenizer import make_renderers
+from ludus.train.learner import OutOfMemory
 
 
 def recipe(context: int) -> RunConfig:
@@ -37,3 +43,14 @@ def test_unseen_episodes_that_all_exceed_the_context_favour_no_rate() -> None:
     loss = unseen_loss(made, [conversation])
     assert loss == math.inf
     assert Trial(losses={2e-3: loss, 1e-3: loss}).rate == 1e-3
+
+
+async def test_memory_that_does_not_suffice_is_told_without_keys_of_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OutOfMemory("optimizer step 3; its batch is saved in a folder; lower the batch")
+
+    monkeypatch.setattr(trials, "build", fails)
+    with pytest.raises(ConfigError, match=r"memory does not suffice .* 64 tokens: choose shorter"):
+        await try_out(recipe(64), tmp_path, cast(Any, None), None, [], 1.0, print)

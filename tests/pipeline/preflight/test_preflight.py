@@ -385,3 +385,21 @@ def test_a_resumed_run_is_not_played_again(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(launch.Stopped):
         launch.resume("tried-1", config.runs_dir, Silent())
     assert Count.played == 0
+
+
+def test_a_runs_dir_that_cannot_be_made_is_refused_before_anything_is_played(
+    tmp_path: Path,
+) -> None:
+    Count.played = 0
+    (tmp_path / "file").touch()
+    config = recipe(tmp_path, runs_dir=str(tmp_path / "file" / "runs"))
+    with pytest.raises(ConfigError, match=r"runs_dir: cannot create a run in .*/file/runs"):
+        launch.train(config, Silent())
+    assert Count.played == 0
+
+
+def test_an_entropy_that_no_policy_reaches_is_refused(tmp_path: Path) -> None:
+    rl = {"steps": 1, "groups_per_step": 2, "group_size": 2}
+    rl["algorithm"] = {"name": "grpo", "args": {"entropy_bonus": 0.1, "entropy_target": 50}}
+    words = "entropy_target: no policy reaches 50 nats a token: with"
+    assert words in refused(recipe(tmp_path, {"tokenizer": "bytes"}, rl=rl))
