@@ -10,9 +10,9 @@ import pytest
 from ludus.core.errors import ConfigError
 from ludus.core.signals import run
 from ludus.core.types import Message, Spec, Task
-from ludus.diagnostics.calibration.calibrate import repeated
+from ludus.diagnostics.calibration.calibrate import refuse_long, repeated
 from ludus.diagnostics.calibration.episodes import Expert, play_again, play_expert, play_random
-from ludus.diagnostics.calibration.subject import environment
+from ludus.diagnostics.calibration.subject import environment, open_subject
 from ludus.envs import ENVS
 
 ENV = """
@@ -140,3 +140,26 @@ def test_a_task_that_differs_is_told_once(tmp_path: Path) -> None:
         told = list(repeated(environment(spec.name, {}, None), first, tasks(spec, 3)))
         assert len(told) == noise
         assert all("task 0 differs when it is played again" in text for text in told)
+
+
+SPEAKS = """
+from ludus import Env, Message, Observation, StepResult, Task
+
+class Speaks(Env):
+    async def reset(self, task):
+        return Observation(messages=[Message(role="user", content="word " * 50_000)])
+
+    async def step(self, action):
+        return StepResult(messages=[], reward=1.0, terminated=True)
+
+    @classmethod
+    def task(cls, tier, seed):
+        return Task(id=f"t-{seed}", data={"seed": seed}, tier=tier, source="x")
+"""
+
+
+def test_openings_far_beyond_the_context_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SPEAKS)
+    subject = open_subject(f"{tmp_path}/own.py:Speaks", {}, None)
+    with pytest.raises(ConfigError, match=r"the shortest of 4 has 250,000 characters"):
+        refuse_long(subject)
