@@ -94,7 +94,7 @@ def readme() -> str:
         cells = line.split(" | ")
         cells[2:4] = [_percentages(seeds, when) for when in ("before", "after")]
         minutes = [seed["minutes"] for seed in seeds.values()]
-        first, last = f"{min(minutes):.0f}", f"{max(minutes):.0f}"
+        first, last = (f"{m:.{int(m < 2)}f}" for m in (min(minutes), max(minutes)))
         cells[4] = f"{first} |" if first == last else f"{first} to {last} |"
         text = text.replace(line, " | ".join(cells))
     head, start, rest = text.partition("<!-- speed: written by `make docs` -->\n")
