@@ -272,7 +272,7 @@ def _line(item: ErrorDetails, path: PathKey, model: Any, place: str, noun: str) 
     if not where:
         return f"must be {at.words()}{got}"
     if item["type"] == "finite_number":
-        return f"{where} must be a finite number{got}"
+        return f"{where} must be {at.words().replace('a number', 'a finite number', 1)}{got}"
     near = did_you_mean(value, at.literals()) if isinstance(value, str) else ""
     return f"{where} must be {at.words()}{got}{near if 'did you mean' in near else ''}"
 

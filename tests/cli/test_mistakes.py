@@ -149,7 +149,7 @@ def test_no_episode_is_begun_with_a_wrong_argument(
         (["--samples", "0"], "--samples must be a whole number >= 1, got 0"),
         (["--num-tasks", "0"], "--num-tasks must be a whole number >= 1"),
         (["--temperature", "-1"], "--temperature must be a number >= 0, got -1.0"),
-        (["--temperature", "nan"], "--temperature must be a number >= 0, got nan"),
+        (["--temperature", "nan"], "--temperature must be a finite number >= 0, got nan"),
         (["--samples", "3"], "--samples: 3 episodes of each task are equal at --temperature 0"),
     ],
     ids=" ".join,

@@ -97,7 +97,7 @@ def test_every_source_gives_the_same_config(recipe, tmp_path, monkeypatch):
         ),
         (
             "rollout:\n  temperature: .inf",
-            "recipes/tiny.yaml: rollout.temperature must be a number >= 0, got inf [line 4]",
+            "recipes/tiny.yaml: rollout.temperature must be a finite number >= 0, got inf [line 4]",
         ),
         (
             "rollout:\n  stop:\n    - 'a'\n    - 5",

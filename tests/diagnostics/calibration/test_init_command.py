@@ -140,7 +140,7 @@ class Own(Env):
 """
     )
     told = refusal(f"{tmp_path}/mine.py:Own", "--out", f"{tmp_path}/mine.yaml")
-    assert "the worker process died with exit code 9" in told
+    assert "ends its process in an episode of task 0, with exit code 9" in told
 
 
 @pytest.mark.parametrize(
