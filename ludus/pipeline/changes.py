@@ -35,8 +35,8 @@ def refuse_changes(
 
 
 def _after_sft(folder: RunFolder, before: RunConfig, config: RunConfig) -> str:
-    """How it is known that SFT is over, with the settings of before and with the new; empty: it
-    goes on, or more steps of it are asked for."""
+    """The evidence that SFT is over, with the settings of before and with the new; empty: it goes
+    on, or more steps of it are asked for."""
     checkpoints = list_checkpoints(folder.checkpoints)
     if not checkpoints:
         return ""

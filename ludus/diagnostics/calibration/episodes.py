@@ -162,10 +162,7 @@ def _first_alone(env: Spec, task: Task) -> tuple[str, str]:
     try:
         turns = play_in_process(env, task, None, LONGEST_S)
     except ProcessDied as error:
-        raise ConfigError(
-            f"{env.name} ends its process in an episode of task {task.id}{error.how}: an "
-            "environment must not call os._exit, nor crash in native code"
-        ) from None
+        raise ConfigError(f"{env.name} {error.fault}") from None
     except TimeoutError:
         return "timeout", f"took longer than {LONGEST_S:g} s"
     except Exception as error:

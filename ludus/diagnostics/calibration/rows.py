@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ludus.core.errors import DataError, Unscorable, counted
 from ludus.core.types import Task
@@ -44,7 +45,7 @@ def check_different(given: str, tasks: Sequence[Task], rows: Rows) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where rows are, and what leaves bad ones out.
+    """The places of rows, and the command that leaves bad ones out.
 
     Args:
         numbers: of the rows, by the task's id.
@@ -80,11 +81,12 @@ def of_rows(
     given: str, tasks: TaskList, left_out: Mapping[str, Sequence[BadLine]]
 ) -> Iterator[str]:
     """Yields what is wrong with rows that are not refused. `left_out`: by the kind of row."""
-    if every := sorted((bad for some in left_out.values() for bad in some), key=_number):
+    if every := [bad for some in left_out.values() for bad in some]:
+        earliest = min(every, key=attrgetter("number"))
         told = [counted(len(some), f"{kind} row") for kind, some in left_out.items() if some]
         yield (
-            f"{given}: {', '.join(told)} left out, the first: line {every[0].number} "
-            f"{every[0].reason}"
+            f"{given}: {', '.join(told)} left out, the first: line {earliest.number} "
+            f"{earliest.reason}"
         )
     if torn := _contradicting(tasks):
         first, *others = torn[0]
@@ -98,10 +100,6 @@ def of_rows(
         )
 
 
-def _number(bad: BadLine) -> int:
-    return bad.number
-
-
 def _contradicting(tasks: Sequence[Task]) -> list[list[Task]]:
     """Rows with the same question, of which no answer is right for all."""
     asked: dict[str, list[Task]] = {}
@@ -113,7 +111,7 @@ def _contradicting(tasks: Sequence[Task]) -> list[list[Task]]:
 
 
 def _remedy(bad: Sequence[Task], rows: Rows | None) -> str:
-    """Which rows to remove, or the command that leaves them out."""
+    """Names the rows to remove, or the command that leaves them out."""
     them = "it" if len(bad) == 1 else "them"
     if rows is None:
         return f"remove {them}"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
-import threading
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 from ludus.config.tasks import TasksConfig
 from ludus.core.errors import ConfigError, DataError, did_you_mean
 from ludus.core.files import searched
+from ludus.core.signals import run
 from ludus.core.types import Spec, Task
 from ludus.diagnostics.calibration.rows import (
     Rows,
@@ -28,6 +29,7 @@ from ludus.diagnostics.calibration.rows import (
 )
 from ludus.envs import ENVS
 from ludus.envs.base import Env, is_blocking
+from ludus.rollout.threads import in_daemon
 from ludus.tasks import READERS
 from ludus.tasks.readers import (
     FILE_KINDS,
@@ -162,24 +164,21 @@ def _constructed(env: Spec) -> Any:
     """
     if ":" not in env.name:
         return ENVS.build(env, "env")
-    made: Future[Any] = Future()
 
-    def construct() -> None:
+    async def construct() -> Any:
+        timer = asyncio.timeout(CONSTRUCTOR_S)
         try:
-            made.set_result(ENVS.build(env, "env"))
-        except BaseException as error:
-            made.set_exception(error)
+            async with timer:
+                return await in_daemon(partial(ENVS.build, env, "env"))
+        except TimeoutError:
+            if not timer.expired():  # the constructor's own
+                raise
+            raise ConfigError(
+                f"{env.name}: the constructor takes longer than {CONSTRUCTOR_S:g} s: each episode "
+                "has an environment of its own, so load what all share once, in `prepare`"
+            ) from None
 
-    threading.Thread(target=construct, daemon=True).start()
-    try:
-        return made.result(CONSTRUCTOR_S)
-    except TimeoutError:
-        if made.done():  # its own
-            raise
-        raise ConfigError(
-            f"{env.name}: the constructor takes longer than {CONSTRUCTOR_S:g} s: each episode has "
-            "an environment of its own, so load what all share once, in `prepare`"
-        ) from None
+    return run(construct())
 
 
 @contextmanager

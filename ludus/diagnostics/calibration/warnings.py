@@ -113,15 +113,10 @@ def of_random(played: Sequence[RandomEpisode], expert: Expert) -> Iterator[str]:
 def of_threads(played: Sequence[RandomEpisode], blocking: bool) -> Iterator[str]:
     """Yields that fast steps wait for the threads in which they run."""
     fine = [p for p in played if not p.error]
-    if (
-        blocking
-        and fine
-        and (
-            text := needless_thread(
-                median(p.step_s for p in fine), median(p.opening_s for p in fine)
-            )
-        )
-    ):
+    if not blocking or not fine:
+        return
+    step_s, opening_s = median(p.step_s for p in fine), median(p.opening_s for p in fine)
+    if text := needless_thread(step_s, opening_s):
         yield text
 
 

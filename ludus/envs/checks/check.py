@@ -78,7 +78,8 @@ async def check_env(
     try:
         with contextlib.redirect_stdout(printed):
             if subject.spec is not None:
-                await _constructed(subject.spec, player)
+                # Refuses wrong arguments once, not in each check.
+                await player.new(partial(ENVS.build, subject.spec, "env"))
             without_tools = getattr(subject.env_class, "tools", None) is Env.tools
             for name, check in CHECKS.items() if subject.tasks else ():
                 if name == "tools" and without_tools:
@@ -108,7 +109,7 @@ async def check_env(
 
 
 class Printed(io.StringIO):
-    """What is printed: the start of it, and its size in characters."""
+    """Keeps the start of the output, and its size in characters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,19 +123,6 @@ class Printed(io.StringIO):
 
 class _Unplayable(Exception):
     """The first episode failed before its first step was taken: so would all others."""
-
-
-async def _constructed(spec: Spec, player: Player) -> None:
-    """Construct an environment: wrong arguments are refused once, not in each check.
-
-    Errors: ConfigError, EpisodeTimeout.
-    """
-
-    async def construct() -> Env:
-        built: Env = ENVS.build(spec, "env")
-        return built
-
-    await player.call("the constructor", construct)
 
 
 def _check_sizes(subject: Subject, player: Player) -> None:

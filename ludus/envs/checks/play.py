@@ -114,11 +114,11 @@ class Player:
             raise self._hang
         return future.result()
 
-    async def new(self) -> Env:
-        """Construct an environment."""
+    async def new(self, make: Callable[[], Env] | None = None) -> Env:
+        """Construct an environment, with `make` in place of the player's own."""
 
         async def construct() -> Env:
-            return self.make()
+            return (make or self.make)()
 
         return await self.call("the constructor", construct)
 
@@ -222,12 +222,15 @@ def _dump(messages: Iterable[Message]) -> tuple[str, ...]:
 
 
 class ProcessDied(EnvError):
-    """The process of an episode ended before the episode did."""
+    """The process of an episode ended before the episode did. `fault`: the environment's."""
 
     def __init__(self, task: Task, code: int | None) -> None:
         how = "" if code is None else f", with exit code {code}"
-        self.how = how
         super().__init__(f"a new process that plays {task.id} died{how}")
+        self.fault = (
+            f"ends its process in an episode of task {task.id}{how}: an environment must not call "
+            "os._exit, nor crash in native code"
+        )
 
 
 def play_in_process(
@@ -273,5 +276,5 @@ def _answer(pipe: Connection, *given: Any) -> None:
 def _play_here(spec_json: str, task_json: str, actions: list[str] | None) -> list[Turn]:
     spec, task = Spec.model_validate_json(spec_json), Task.model_validate_json(task_json)
     player = Player(lambda: ENVS.build(spec), math.inf, lambda *_: None)
-    player.timeout_s = 3600.0  # the pool's timeout is shorter
+    player.timeout_s = 3600.0  # the process's timeout is shorter
     return asyncio.run(player.episode(task, actions))

@@ -158,10 +158,7 @@ def _play_apart(envs: LocalEnvs, task: Task) -> None:
     try:
         play_in_process(spec, task, None, APART_S)
     except ProcessDied as error:
-        raise EnvError(
-            f"env: {spec.name!r} ends its process in an episode of task {task.id}{error.how}: an "
-            "environment must not call os._exit, nor crash in native code"
-        ) from None
+        raise EnvError(f"env: {spec.name!r} {error.fault}") from None
     except Exception:  # the episodes here tell it, and its place
         return
 

@@ -330,7 +330,7 @@ def no_gain(history: History, config: RunConfig) -> Found | None:
 
 
 def _more_heldout(config: RunConfig) -> str:
-    """How to evaluate more tasks: more of the held-out ones, where not all are evaluated."""
+    """Advice to evaluate more tasks: more of the held-out ones, where not all are evaluated."""
     number, heldout = config.evaluate.num_tasks, config.tasks.heldout
     args = heldout.args if heldout else {}
     most = args.get("num_tasks", args.get("limit"))
