@@ -29,6 +29,9 @@ T = TypeVar("T")
 END_S = 5.0
 """Seconds that cancelled tasks have to end."""
 
+AGAIN_S = 0.02
+"""Seconds after which a signal is sent again that arrived where nothing can be raised."""
+
 _abandoned: list[Future[Any]] = []
 
 
@@ -100,10 +103,37 @@ def handling(handle: Callable[[KeyboardInterrupt], object]) -> Iterator[None]:
     numbers = [number for number in STOPS if number != signal.SIGHUP or not ignored]
     previous = {number: signal.signal(number, on_signal) for number in numbers}
     try:
-        yield
+        with _sent_again_where_ignored():
+            yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def _sent_again_where_ignored() -> Iterator[None]:
+    """Send a signal again that came in `__del__` or in a weakref's callback.
+
+    Python ignores what is raised there: the command would go on as if nobody had pressed Ctrl-C.
+    """
+    main_thread = threading.get_ident()
+    hook = sys.unraisablehook
+
+    def on_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+        stop = unraisable.exc_value
+        if not isinstance(stop, KeyboardInterrupt):
+            hook(unraisable)
+            return
+        number = exit_code(stop) - 128
+        again = threading.Timer(AGAIN_S, signal.pthread_kill, (main_thread, number))
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = on_unraisable
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
 
 
 def _leave_terminal() -> None:

@@ -177,6 +177,57 @@ def test_errors_and_results_pass_through() -> None:
         run(wrong())
 
 
+class Falls:
+    """Receives a signal in `__del__`, where Python ignores what is raised."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        signal.raise_signal(self.number)
+        assert time  # the handler is called before this line at the latest
+
+
+@ALL
+def test_a_signal_in_a_destructor_is_not_lost(
+    number: int, kind: type, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hook = sys.unraisablehook
+
+    def fall() -> None:
+        Falls(number)
+        time.sleep(30)
+
+    with pytest.raises(KeyboardInterrupt) as caught, handling(raise_stop):
+        fall()
+    assert type(caught.value) is kind
+
+    async def main() -> None:
+        Falls(number)
+        await asyncio.sleep(30)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(main())
+    assert type(caught.value) is kind
+    assert sys.unraisablehook is hook
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_other_errors_in_a_destructor_are_still_told() -> None:
+    class Fails:
+        def __del__(self) -> None:
+            raise ValueError("of a destructor")
+
+    told: list[object] = []
+    hook, sys.unraisablehook = sys.unraisablehook, lambda given: told.append(given.exc_value)
+    try:
+        with handling(raise_stop):
+            Fails()
+    finally:
+        sys.unraisablehook = hook
+    assert [str(error) for error in told] == ["of a destructor"]
+
+
 def test_other_threads_leave_signals_alone() -> None:
     results: list[int] = []
 

@@ -73,13 +73,13 @@ def test_a_signal_in_an_evaluation_is_one_sentence(ludus: Ludus, number: int, tw
 def test_one_signal_in_the_demonstrations_is_one_sentence(ludus: Ludus, number: int) -> None:
     """The terminal sends Ctrl-C to the expert's worker processes too: also while they start."""
     many = [
-        "demonstrations.num_episodes=5000",
-        "tasks.train.args.num_tasks=5000",
-        "tasks.heldout.args.first_seed=9000",
+        "demonstrations.num_episodes=50000",
+        "tasks.train.args.num_tasks=50000",
+        "tasks.heldout.args.first_seed=90000",
     ]
     for argv, wait_s in ((["train", BABYAI, *many], 0.3), (["train", "--resume", "tiny-1"], 4)):
         process = ludus.start(*argv, "demonstrations.num_workers=3")
-        process.until("demonstrations: 5000")
+        process.until("demonstrations: 50000")
         time.sleep(wait_s)
         process.signal(number)
         assert f"stopped; resume with: {AGAIN}" in one_sentence(process.wait(), number)
