@@ -87,6 +87,6 @@ def judge_fault(workers: str, config: RunConfig) -> str | None:
 
 def schedule_fault(host: str, config: RunConfig) -> str | None:
     """The reason to refuse a schedule of the learning rate."""
-    if rl_of(config).optimizer.schedule == "linear":
+    if rl_of(config).optimizer.schedule in ("linear", "wsd"):
         return f"{host} has the schedules constant and cosine"
     return None

@@ -13,16 +13,23 @@ Moment = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    """AdamW and its schedule."""
+    """The optimizer of a stage and its schedule."""
 
+    name: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="`muon`: orthogonal updates for the hidden layers' matrices, AdamW for all "
+        "else; a model from scratch learns in fewer steps. Whole matrices on one learner.",
+    )
     lr: float = Field(1e-3, gt=0, le=1e30, description="Peak learning rate.")
     betas: tuple[Moment, Moment] = Field((0.9, 0.95), description="AdamW's beta1 and beta2.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay, on matrices only.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Schedule after the warm-up, until the stage's last step."
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "constant",
+        description="Schedule after the warm-up, until the stage's last step. `wsd` (warm-up, "
+        "stable, decay): constant, then linear to 0 in the last 40 % of the steps.",
     )
 
 
@@ -52,7 +59,7 @@ class LearnerConfig(Section):
 
 
 class RLOptimizerConfig(OptimizerConfig):
-    """AdamW and its schedule, with a lower peak learning rate."""
+    """The optimizer of RL and its schedule, with a lower peak learning rate."""
 
     lr: float = Field(3e-4, gt=0, le=1e30, description="Peak learning rate.")
     target_kl: float | None = Field(

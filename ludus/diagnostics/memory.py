@@ -58,7 +58,7 @@ class Memory:
         return self.layers * 2 * kv_heads * size * self.sampling_item
 
     def parts(self, parameters: int, trained: int, linear: int = 0) -> dict[str, float]:
-        """Returns bytes by part. `linear`: the weights that `model.lora.quantise` packs."""
+        """Returns bytes by part. `linear`: the weights of the layers' matrices."""
         config = self.config
         context = config.model.context_length
         stages = []
@@ -71,7 +71,7 @@ class Memory:
         parts = {
             "weights": self._weights(parameters, linear),
             "gradients": float(trained * gradient),
-            "optimizer": float(trained * state),
+            "optimizer": float(trained * state - self._saved_by_muon(trained, linear)),
             "activations": max(stages, default=0) * self.activations(),
         }
         if config.env is not None or config.rl is not None or not config.sft:
@@ -95,10 +95,20 @@ class Memory:
         return float((parameters - packed) * self.item + packed * BYTES_PER_WEIGHT)
 
     def _training_bytes(self) -> tuple[int, int]:
-        """Returns bytes of the gradient and of AdamW's state of a trained weight."""
+        """Returns bytes of the gradient and of AdamW's state for a trained weight."""
         if self.config.model.dtype == "float32" or self.config.model.lora:  # adapters: float32
             return 4, 8
         return (2, 4) if self.config.learner.master_weights == "stochastic_rounding" else (4, 12)
+
+    def _saved_by_muon(self, trained: int, linear: int) -> int:
+        """Returns the bytes of the second moment, which Muon does not keep of a matrix."""
+        config = self.config
+        stages = [stage for stage in (config.sft, config.rl) if stage is not None]
+        if any(stage.optimizer.name != "muon" for stage in stages):
+            return 0
+        half = config.model.dtype != "float32" and not config.model.lora
+        rounded = half and config.learner.master_weights == "stochastic_rounding"
+        return (2 if rounded else 4) * min(trained, trained if config.model.lora else linear)
 
     def activations(self) -> float:
         """Returns the bytes that autograd saves for a token, over all layers.

@@ -1,4 +1,4 @@
-"""The learner: forward, loss, backward over micro-batches; clip, AdamW.
+"""The learner: forward, loss, backward over micro-batches; clip, optimizer step.
 
 Shape suffix: N, the loss tokens of a micro-batch.
 """
@@ -33,7 +33,7 @@ from ludus.train.algorithms.losses import (
 )
 from ludus.train.critic import Critic
 from ludus.train.forward import Forward
-from ludus.train.optimizer import AdamW
+from ludus.train.muon import make_optimizer
 from ludus.train.packing import Batch, MicroBatch
 from ludus.train.trust_region import moved, next_scale
 
@@ -59,7 +59,7 @@ class Learner:
 
     Args:
         model: the policy; the in-process sampler shares its weights.
-        config: AdamW and the learning-rate schedule.
+        config: the optimizer and the learning-rate schedule.
         num_steps: optimizer steps of the stage; the schedule ends with them.
         temperature: that of the rollouts. Logits are divided by it, so the learner's
             log-probabilities are of the distribution that was sampled from.
@@ -104,7 +104,9 @@ class Learner:
         self._pending: list[_Pending] = []
         self._declared: LossFn | None = None  # the loss whose unit was checked
         self.parameters = list(parameters or (p for p in model.parameters() if p.requires_grad))
-        self.optimizer = AdamW(self.parameters, config, self.forward.settings.master_weights)
+        self.optimizer = make_optimizer(
+            model, self.parameters, config, self.forward.settings.master_weights
+        )
         self.critic: Critic | None = None
         if critic_lr is not None:
             hidden_size = model.config.get_text_config().hidden_size
@@ -150,8 +152,8 @@ class Learner:
     def optim_step(self) -> dict[str, float]:
         """Clip the gradient, and step the optimizer and the critic; returns norm and learning rate.
 
-        Errors: TrainingError where the gradient is not finite or memory does not hold AdamW's
-        state, as in `forward_backward`.
+        Errors: TrainingError where the gradient is not finite or memory does not hold the
+        optimizer's state, as in `forward_backward`.
         """
         norm = self._clip()
         if not math.isfinite(norm):
@@ -195,7 +197,7 @@ class Learner:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            self._refuse("memory does not suffice for the state of AdamW", SMALLER_STATE)
+            self._refuse("memory does not suffice for the optimizer's state", SMALLER_STATE)
         return float(norm)
 
     def logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -334,6 +336,11 @@ def _cut(micro_batches: Sequence[MicroBatch]) -> bool:
     return sum(map(len, parts)) > len(set().union(*parts))
 
 
+WSD_DECAY = 0.4
+"""Share of the steps in which the rate of the schedule `wsd` falls (Hu et al. 2024,
+arXiv:2404.06395)."""
+
+
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     """Learning rate of optimizer step `step` (from 0): linear warm-up, then the schedule."""
     if step < config.warmup_steps:
@@ -342,6 +349,9 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     progress = min((step - config.warmup_steps) / span, 1.0)
     if config.schedule == "linear":
         return config.lr * (1 - progress)
+    if config.schedule == "wsd":
+        left = max(num_steps - step, 0)
+        return config.lr * min(left / max(WSD_DECAY * num_steps, 1), 1.0)
     if config.schedule == "cosine":
         return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr

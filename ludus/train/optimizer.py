@@ -49,12 +49,8 @@ class AdamW(torch.optim.AdamW):
         config: OptimizerConfig,
         master_weights: MasterWeights = "float32",
     ) -> None:
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in parameters if p.ndim > 1]},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ]
         super().__init__(
-            [group for group in groups if group["params"]],
+            [group for group in self._groups(parameters) if group["params"]],
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
@@ -65,6 +61,13 @@ class AdamW(torch.optim.AdamW):
         for parameter in parameters:
             if self._has_master(parameter) and hasattr(parameter, "grad_dtype"):
                 parameter.grad_dtype = torch.float32
+
+    def _groups(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+        """The parameters by their options."""
+        return [
+            {"params": [p for p in parameters if p.ndim > 1]},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore moments, masters and step counts; the options stay the configuration's."""
@@ -77,7 +80,7 @@ class AdamW(torch.optim.AdamW):
     def prepare(self) -> None:
         """Create the missing state of parameters with a gradient: all of it, or nothing if memory
         does not suffice. State that another `master_weights` saved is converted."""
-        parameters = [p for group in self.param_groups for p in _with_gradient(group)]
+        parameters = [p for group in self.param_groups for p in with_gradient(group)]
         states: dict[Tensor, Any] = {p: self._state_of(p) for p in parameters}
         if sizes := [p.numel() for p in parameters if self._is_rounded(p)]:
             torch.empty(WORK * min(CHUNK, max(sizes)), device=parameters[0].device)  # is it there?
@@ -88,16 +91,18 @@ class AdamW(torch.optim.AdamW):
         """Update the weights from their gradients."""
         assert closure is None
         self.prepare()
+        self._step_groups(self.param_groups, self._generator())
+
+    def _step_groups(self, groups: list[dict[str, Any]], generator: torch.Generator) -> None:
         # Gradients are cast before the first weight changes, because that takes memory.
-        exact = [self._exact_inputs(group) for group in self.param_groups]
-        generator = self._generator()
-        for group, inputs in zip(self.param_groups, exact, strict=True):
+        exact = [self._exact_inputs(group) for group in groups]
+        for group, inputs in zip(groups, exact, strict=True):
             parameters, masters, grads, averages, squares, steps = inputs
             _adamw(masters, grads, averages, squares, steps, group)
             for parameter, master in zip(parameters, masters, strict=True):
                 if master is not parameter:
                     parameter.copy_(master)
-            for parameter in filter(self._is_rounded, _with_gradient(group)):
+            for parameter in filter(self._is_rounded, with_gradient(group)):
                 self._rounded_step(parameter, group, generator)
 
     def _generator(self) -> torch.Generator:
@@ -110,7 +115,7 @@ class AdamW(torch.optim.AdamW):
         """Returns parameters, masters, gradients, both moments and step counts, without those of
         stochastic rounding."""
         rows = []
-        for parameter in _with_gradient(group):
+        for parameter in with_gradient(group):
             if not self._is_rounded(parameter):
                 state = self.state[parameter]
                 master = state.get("master", parameter)
@@ -139,7 +144,7 @@ class AdamW(torch.optim.AdamW):
         state = self.state.get(parameter, {})
         dtype = torch.float32 if self._has_master(parameter) else parameter.dtype
         new = {"step": state.get("step", torch.zeros((), device=parameter.device))}
-        for name in MOMENTS:
+        for name in self._moments(parameter):
             found = state.get(name)
             new[name] = (
                 torch.zeros_like(parameter, dtype=dtype) if found is None else found.to(dtype)
@@ -148,6 +153,10 @@ class AdamW(torch.optim.AdamW):
             master = state.get("master")
             new["master"] = parameter.detach().float() if master is None else master
         return new
+
+    def _moments(self, parameter: Tensor) -> tuple[str, ...]:
+        """Names of the running averages of a parameter's gradient."""
+        return MOMENTS
 
     def _has_master(self, parameter: Tensor) -> bool:
         return parameter.dtype == torch.bfloat16 and not self._stochastic
@@ -197,5 +206,6 @@ def _adamw(
     )
 
 
-def _with_gradient(group: dict[str, Any]) -> list[nn.Parameter]:
+def with_gradient(group: dict[str, Any]) -> list[nn.Parameter]:
+    """The parameters of a group that a step changes."""
     return [parameter for parameter in group["params"] if parameter.grad is not None]

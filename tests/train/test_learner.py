@@ -280,6 +280,7 @@ def test_the_rate_of_each_step() -> None:
     assert rates("linear") == pytest.approx([0.4, 0.8, 0.8, 0.6, 0.4, 0.2, 0, 0])
     half = 0.4 * math.cos(math.pi / 4)
     assert rates("cosine") == pytest.approx([0.4, 0.8, 0.8, 0.4 + half, 0.4, 0.4 - half, 0, 0])
+    assert rates("wsd", 10) == pytest.approx([0.4, *[0.8] * 6, 0.6, 0.4, 0.2, 0, 0])
     assert rates("linear", 2) == pytest.approx([0.4, 0.8, 0.8, 0])  # warm-up is all there is
 
 

@@ -251,8 +251,8 @@ def test_memory_for_the_state_runs_out(monkeypatch: pytest.MonkeyPatch, half: bo
             with pytest.raises(TrainingError) as caught:
                 learner.optim_step()
         assert str(caught.value) == (
-            "optimizer step 0: memory does not suffice for the state of AdamW. The weights are as "
-            "they were before the step; train adapters (model.lora), or start with model.dtype: "
+            "optimizer step 0: memory does not suffice for the optimizer's state. The weights are "
+            "as they were before the step; train adapters (model.lora), or start with model.dtype: "
             "bfloat16 and learner.master_weights: stochastic_rounding, which need less"
         )
         assert same(bits_of_weights(learner), before)

@@ -260,6 +260,7 @@ _ROWS = (
         f"{OPTIMIZER}.lr_scheduler_type",
         fault=partial(schedule_fault, "Trinity"),
     ),
+    refused("rl.optimizer.name", "Trinity's actor trains with AdamW", "adamw"),
     refused("rl.optimizer.target_kl", "Trinity's learning rate follows its schedule alone"),
     refused("rl.max_staleness", "the weights are synchronised after each step", 0),
     mapped("evaluate.num_tasks_between", note="Trinity's evaluation tasks"),

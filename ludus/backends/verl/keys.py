@@ -322,6 +322,7 @@ _ROWS = (
         f"{ACTOR}.optim.lr_scheduler_type",
         fault=partial(schedule_fault, "verl"),
     ),
+    refused("rl.optimizer.name", "verl's actor trains with AdamW", "adamw"),
     refused("rl.optimizer.target_kl", "verl's learning rate follows its schedule alone"),
     refused("rl.max_staleness", "verl's asynchronous trainers count staleness otherwise", 0),
     mapped("evaluate.num_tasks_between", note="verl's validation set"),

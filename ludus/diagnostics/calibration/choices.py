@@ -70,6 +70,10 @@ RL_SHARE, RL_SHARE_HARD = 0.6, 0.4
 """Least share of the minutes for RL; the second where SFT is not expected to reach its target in
 the rest: SFT learns faster than RL from nothing."""
 
+MEASURED, MEASURED_HARD = 0.25, 0.1
+"""Share of SFT's time for measurements of its success; the second where SFT is not expected to
+reach its target, so that no measurement ends it."""
+
 RL_FALLS = 0.75
 """Mean seconds of a step of RL over those of the first steps: where success rises, episodes are
 shorter, and fewer groups have different rewards (0.6 to 1.0 in docs/benchmarks/init.md's runs)."""
@@ -158,10 +162,10 @@ def target(chance: float) -> float:
     return round(chance + TARGET * (1 - chance), 2)
 
 
-def measure_every(trial: Trial, success: float) -> int:
-    """Steps of SFT between measurements that take a quarter of its time; fewer where the trial
+def measure_every(trial: Trial, success: float, share: float = MEASURED) -> int:
+    """Steps of SFT between measurements that take a `share` of its time; fewer where the trial
     reached `success` in fewer steps."""
-    wanted = 3 * trial.eval_s / max(trial.sft_step_s, 1e-3)
+    wanted = (1 / share - 1) * trial.eval_s / max(trial.sft_step_s, 1e-3)
     every = min(max(10 * math.ceil(wanted / 10), 10), 100)
     reached = next((step for step, value in trial.curve if value >= success), None)
     return every if reached is None else min(every, max(10 * (reached // 20), 10))
@@ -241,9 +245,9 @@ def expected_sft(trial: Trial, success: float) -> int | None:
 
 def steps(
     trial: Trial,
+    every: int,
     minutes: float,
     demonstrations_s: float,
-    every: int,
     success: float = TARGET,
     evaluations_s: float = 0.0,
 ) -> Steps:

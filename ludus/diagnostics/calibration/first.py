@@ -32,6 +32,10 @@ OBSERVATION_WEIGHT = 0.2
 """Weight of prompts and observations in SFT of a model from scratch, which learns the words of an
 environment from what it reads too (docs/log.md)."""
 
+FROM_SCRATCH = {"name": "muon", "schedule": "wsd"}
+"""Optimizer and schedule of SFT of a model from scratch: after the same steps two to five times the
+success of AdamW at a constant rate (docs/log.md)."""
+
 FREE_TURN = 200
 """Tokens of a turn of a pretrained model, where no expert shows how long a turn is."""
 
@@ -64,7 +68,7 @@ def base(
             "steps": 1000,
             "until": {"success": choices.TARGET, "every": 10},
             "observation_weight": 0.0 if model else OBSERVATION_WEIGHT,
-            "optimizer": {"lr": 2e-3, "warmup_steps": 10},
+            "optimizer": {"lr": 2e-3, "warmup_steps": 10} | ({} if model else FROM_SCRATCH),
         }
         if shows
         else None,

@@ -174,7 +174,10 @@ def _sft(c: Calibration) -> Iterator[Line]:
         told = f"sampled episodes that succeed: {by_chance}{curve} steps" if curve else ""
         yield "until", until, told
     losses = ", ".join(f"{loss:.3f} at {flow(rate)}" for rate, loss in c.trial.losses.items())
-    optimizer = {"lr": sft.optimizer.lr, "warmup_steps": sft.optimizer.warmup_steps}
+    used = sft.optimizer
+    optimizer: dict[str, Any] = {"name": used.name} if used.name != "adamw" else {}
+    optimizer |= {"lr": used.lr, "warmup_steps": used.warmup_steps}
+    optimizer |= {"schedule": used.schedule} if used.schedule != "constant" else {}
     told = f"loss of unseen episodes in the trial: {losses}" if losses else ""
     yield "optimizer", optimizer, told
 

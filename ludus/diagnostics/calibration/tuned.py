@@ -61,15 +61,17 @@ def with_choices(
     number = int(min(MAX_DEMONSTRATIONS, demonstrated, max(for_seconds, 64), wanted))
     groups = choices.groups(trial.rl_step_s, config.rl.groups_per_step)
     trial = replace(trial, rl_step_s=trial.rl_step_s * groups / config.rl.groups_per_step)
-    until = until.model_copy(update={"every": choices.measure_every(trial, until.success)})
     tasks, evaluations_s = fewer_heldout(
         config.tasks, trial.eval_s / (until.num_tasks * until.samples_per_task), minutes
     )
     num_heldout = num_tasks_of(tasks.heldout)
-    planned = choices.steps(
-        trial, minutes, number / episodes_per_s, until.every, until.success, evaluations_s
-    )
-    every = min(until.every, planned.sft)
+    given = (minutes, number / episodes_per_s, until.success, evaluations_s)
+    every = choices.measure_every(trial, until.success)
+    planned = choices.steps(trial, every, *given)
+    if expected is None or expected > planned.sft:
+        every = choices.measure_every(trial, until.success, choices.MEASURED_HARD)
+        planned = choices.steps(trial, every, *given)
+    every = min(every, planned.sft)
     patience = choices.patience(planned.sft, every, until.patience)
     until = until.model_copy(update={"every": every, "patience": patience})
     updates: dict[str, Any] = {

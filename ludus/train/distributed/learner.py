@@ -1,4 +1,4 @@
-"""The learner of one rank: its micro-batches, the gradient of all ranks, its part of AdamW's state.
+"""The learner of one rank: its micro-batches, the gradient of all ranks, its part of the optimizer.
 
 All ranks make the same number of passes, for a layer's weights are gathered from all of them. A
 rank without a micro-batch computes two tokens without a loss. Before each backward pass the ranks
@@ -145,7 +145,7 @@ class ShardedLearner(Learner):
         return trajectory_means(torch.cat(gaps), torch.cat(trajectories).to(self.forward.device))
 
     def _clip(self) -> float:
-        """Clip the gradient of all ranks and create AdamW's state; returns the gradient's norm."""
+        """Clip the gradient of all ranks and create the optimizer's state; returns the norm."""
         self._sum_over_heads()
         grads = [p.grad for p in self.parameters if p.grad is not None]
         others = set() if self.group.is_first else set(map(id, self.parts.shared))
@@ -179,7 +179,7 @@ class ShardedLearner(Learner):
             if not is_out_of_memory(error):
                 raise
             raise TrainingError(
-                f"optimizer step {self.step}: memory does not suffice for the state of AdamW; "
+                f"optimizer step {self.step}: memory does not suffice for the optimizer's state; "
                 f"{SMALLER_STATE}"
             ) from error
 
