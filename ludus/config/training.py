@@ -101,7 +101,11 @@ class SFTUntilConfig(Section):
     fewer than 8 have none), sampled at `rollout.temperature`, as RL will sample them."""
 
     success: float = Field(
-        0.4, gt=0, le=1, description="End SFT where this share of the episodes succeeds."
+        0.4,
+        gt=0,
+        le=1,
+        description="End SFT where this share of the episodes succeeds, as the mean of the last "
+        "two measurements.",
     )
     patience: int = Field(
         5,

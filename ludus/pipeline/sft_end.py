@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from statistics import fmean
 
 from ludus.config.training import SFTUntilConfig
 from ludus.core.seeds import derive_seed
@@ -21,6 +22,10 @@ from ludus.pipeline.evaluate import play_heldout
 
 LEAST = 0.1
 """Success below which SFT goes on although success does not rise: RL would find too little."""
+
+RECENT = 2
+"""Measurements whose mean is compared with `until.success`: of many single ones, some reach it by
+luck alone."""
 
 LEAST_UNSEEN = 8
 """Training tasks without a demonstration that suffice for a measurement."""
@@ -61,12 +66,17 @@ def measured(run: Run, step: int) -> list[float]:
     return [read_evaluation(path).success.value for at, path in sorted(files) if at <= step]
 
 
+def recent(successes: Sequence[float]) -> float:
+    """The mean of the last RECENT measurements, or of those that there are; at least one."""
+    return fmean(successes[-RECENT:])
+
+
 def reason_to_end(until: SFTUntilConfig, successes: Sequence[float]) -> str | None:
     """The reason why SFT ends after these measurements; None: it goes on."""
     if not successes:
         return None
-    if successes[-1] >= until.success:
-        return f"{successes[-1]:.0%} of the sampled episodes succeed (until.success)"
+    if (level := recent(successes)) >= until.success:
+        return f"{level:.0%} of the sampled episodes succeed (until.success)"
     best = max(successes[: -until.patience], default=0.0)
     if best >= LEAST and max(successes[-until.patience :]) <= best:
         return (

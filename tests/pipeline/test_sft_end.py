@@ -10,7 +10,14 @@ def test_success_ends_sft() -> None:
     until = SFTUntilConfig(success=0.4)
     assert reason_to_end(until, []) is None
     assert reason_to_end(until, [0.1, 0.39]) is None
-    assert "40% of the sampled episodes" in str(reason_to_end(until, [0.1, 0.4]))
+    assert "40% of the sampled episodes" in str(reason_to_end(until, [0.1, 0.3, 0.5]))
+    assert "45% of the sampled episodes" in str(reason_to_end(until, [0.45]))
+
+
+def test_one_lucky_measurement_does_not_end_sft() -> None:
+    until = SFTUntilConfig(success=0.4)
+    assert reason_to_end(until, [0.3, 0.2, 0.42]) is None
+    assert reason_to_end(until, [0.3, 0.42, 0.37]) is None
 
 
 def test_success_that_no_longer_rises_ends_sft() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ludus.diagnostics.calibration.trials import Trial
+from ludus.pipeline.sft_end import recent
 
 MAX_WORDS = 4096
 """Largest vocabulary of the tokenizer `words`; above it, most of a small model is embeddings."""
@@ -73,6 +74,9 @@ the rest: SFT learns faster than RL from nothing."""
 MEASURED, MEASURED_HARD = 0.25, 0.1
 """Share of SFT's time for measurements of its success; the second where SFT is not expected to
 reach its target, so that no measurement ends it."""
+
+MOST_MEASURED = 40
+"""Most measurements there: of very many, some would reach the target by luck."""
 
 RL_FALLS = 0.75
 """Mean seconds of a step of RL over those of the first steps: where success rises, episodes are
@@ -234,7 +238,7 @@ def expected_sft(trial: Trial, success: float) -> int | None:
     if not trial.curve:
         return None
     step, value = trial.curve[-1]
-    if value >= success:
+    if recent([value for _, value in trial.curve]) >= success:
         return step
     before, old = next(
         point for point in reversed([(0, trial.chance), *trial.curve]) if point[0] <= step / 2

@@ -69,7 +69,8 @@ def with_choices(
     every = choices.measure_every(trial, until.success)
     planned = choices.steps(trial, every, *given)
     if expected is None or expected > planned.sft:
-        every = choices.measure_every(trial, until.success, choices.MEASURED_HARD)
+        rarely = choices.measure_every(trial, until.success, choices.MEASURED_HARD)
+        every = max(rarely, planned.sft // choices.MOST_MEASURED)
         planned = choices.steps(trial, every, *given)
     every = min(every, planned.sft)
     patience = choices.patience(planned.sft, every, until.patience)
