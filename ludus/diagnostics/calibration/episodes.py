@@ -24,7 +24,7 @@ from ludus.data.demonstrations import (
 )
 from ludus.data.expert import Demonstration, run_expert
 from ludus.envs.base import Env
-from ludus.envs.checks.play import MAX_TURNS, ProcessDied, play_in_process
+from ludus.envs.checks.play import MAX_TURNS, EpisodeProcessDied, play_in_process
 from ludus.pipeline.preflight.episodes import Played, Recorded, play_one
 from ludus.rollout.host import LocalEnvs
 from ludus.rollout.threads import EnvThread
@@ -161,7 +161,7 @@ def _first_alone(env: Spec, task: Task) -> tuple[str, str]:
     """
     try:
         turns = play_in_process(env, task, None, LONGEST_S)
-    except ProcessDied as error:
+    except EpisodeProcessDied as error:
         raise ConfigError(f"{env.name} {error.fault}") from None
     except TimeoutError:
         return "timeout", f"took longer than {LONGEST_S:g} s"

@@ -221,7 +221,7 @@ def _dump(messages: Iterable[Message]) -> tuple[str, ...]:
     )
 
 
-class ProcessDied(EnvError):
+class EpisodeProcessDied(EnvError):
     """The process of an episode ended before the episode did. `fault`: the environment's."""
 
     def __init__(self, task: Task, code: int | None) -> None:
@@ -238,7 +238,7 @@ def play_in_process(
 ) -> list[Turn]:
     """Play the episode in a new process, with another hash seed; see `Player.turns`.
 
-    Errors: TimeoutError, ProcessDied, and errors of the episode.
+    Errors: TimeoutError, EpisodeProcessDied, and errors of the episode.
     """
     here, there = multiprocessing.Pipe(duplex=False)
     args = (there, spec.model_dump_json(), task.model_dump_json(), actions)
@@ -252,7 +252,7 @@ def play_in_process(
         answer: list[Turn] | Exception = here.recv()
     except EOFError:
         process.join()
-        raise ProcessDied(task, process.exitcode) from None
+        raise EpisodeProcessDied(task, process.exitcode) from None
     finally:
         process.kill()
         process.join()

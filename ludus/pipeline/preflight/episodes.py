@@ -19,7 +19,7 @@ from ludus.core.types import Message, Observation, StepResult, Task
 from ludus.data.expert import CodeBlocks, Demonstration, run_expert
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert, awaited, limits_of
-from ludus.envs.checks.play import ProcessDied, play_in_process
+from ludus.envs.checks.play import EpisodeProcessDied, play_in_process
 from ludus.rollout.host import LocalEnvs, check_opening, check_result
 from ludus.rollout.threads import EnvThread, Overdue
 from ludus.tasks.mixture import part_of, settings_of
@@ -157,7 +157,7 @@ def _play_apart(envs: LocalEnvs, task: Task) -> None:
         return
     try:
         play_in_process(spec, task, None, APART_S)
-    except ProcessDied as error:
+    except EpisodeProcessDied as error:
         raise EnvError(f"env: {spec.name!r} {error.fault}") from None
     except Exception:  # the episodes here tell it, and its place
         return
