@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, ClassVar
 
 import reasoning_gym
@@ -137,11 +137,9 @@ class Reasoning(OneTool):
             raise EnvError(f"reasoning: task {task.id!r}: data.seed is {seed!r:.40}, not 0 or more")
         self._name = name
         level = self.level.get(name) if isinstance(self.level, dict) else self.level
-        shared = name in READS_TEXTS
-        self._dataset = shared_dataset(name, level) if shared else make_dataset(name, seed, level)
-        entry: dict[str, Any] = self._dataset[seed if shared else 0]
-        self._entry = entry
-        text = f"{GUIDE}\n\n{entry['question']}" if self.guide else entry["question"]
+        self._dataset, self._entry = generated(name, seed, level)
+        question = self._entry["question"]
+        text = f"{GUIDE}\n\n{question}" if self.guide else question
         return Observation(
             messages=[Message(role="user", content=text)], info={"dataset": self._name}
         )
@@ -228,6 +226,18 @@ def check_name(name: str) -> None:
     if name not in DATASETS:
         near = did_you_mean(name, Reasoning.tiers())
         raise ConfigError(f"{name!r:.80} is not a data set of reasoning-gym{near}")
+
+
+@lru_cache(maxsize=256)
+def generated(name: str, seed: int, level: int | None) -> tuple[Any, dict[str, Any]]:
+    """The data set and the entry of a task. The episodes of a group, which have the same task,
+    generate it once.
+
+    Errors: as `make_dataset`.
+    """
+    shared = name in READS_TEXTS
+    dataset = shared_dataset(name, level) if shared else make_dataset(name, seed, level)
+    return dataset, dataset[seed if shared else 0]
 
 
 def make_dataset(name: str, seed: int, level: int | None) -> Any:
