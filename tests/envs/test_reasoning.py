@@ -18,7 +18,15 @@ pytest.importorskip("reasoning_gym", reason="needs ludus-rl[reasoning]")
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from ludus.envs.reasoning import EVALUATED, NO_ANSWER, REFUSED, Reasoning, answer_in
+from ludus.envs.reasoning import (
+    EVALUATED,
+    NO_ANSWER,
+    QUICK,
+    REFUSED,
+    Reasoning,
+    answer_in,
+    generated,
+)
 
 
 async def answering(dataset: str, seed: int = 0, **args: Any) -> Reasoning:
@@ -174,6 +182,25 @@ async def test_a_level_by_data_set() -> None:
         assert opening == alone
     with pytest.raises(ConfigError, match=r"chain_summ.*did you mean chain_sum"):
         Reasoning(level={"chain_summ": 1})
+
+
+def test_quick_data_sets_need_no_thread() -> None:
+    """At the library's difficulty, and without a verifier that evaluates."""
+    assert set(QUICK.split()) <= set(Reasoning.tiers()) - EVALUATED.keys()
+    task, slow = Reasoning.task("chain_sum", 0), Reasoning.task("sudoku", 0)
+    assert not Reasoning.blocks(task)
+    assert not Reasoning.blocks(task, level={"gcd": 2})
+    assert Reasoning.blocks(task, level=2)
+    assert Reasoning.blocks(task, level={"chain_sum": 2})
+    assert Reasoning.blocks(slow)
+
+
+async def test_the_episodes_of_a_group_generate_their_task_once() -> None:
+    task = Reasoning.task("sudoku", 5)
+    before = generated.cache_info().misses
+    openings = [(await Reasoning().reset(task)).messages for _ in range(3)]
+    assert openings[0] == openings[1] == openings[2]
+    assert generated.cache_info().misses == before + 1
 
 
 async def test_levels_are_the_librarys() -> None:
