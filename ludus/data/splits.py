@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ludus.config.schema import RunConfig
-from ludus.core.errors import ConfigError, DataError
+from ludus.core.errors import ConfigError, DataError, counted
 from ludus.core.files import atomic_write
 from ludus.core.types import NO_ENV, Spec, Task
 from ludus.data.worlds import MAX_TASKS, Worlds
@@ -31,8 +31,8 @@ from ludus.tasks.tiers import check_curriculum
 class Splits(NamedTuple):
     """Training tasks and held-out tasks.
 
-    `taken` holds the ids of tasks that were not held out because training has them; None: read from
-    the run's folder. `note` tells the user what was compared.
+    `taken` holds the ids of tasks that were not held out because training, or a held-out task, has
+    them; None: read from the run's folder. `note` tells the user what was compared.
     """
 
     train: TaskList
@@ -65,8 +65,10 @@ def read_splits(config: RunConfig, folder: RunFolder | None = None) -> Splits:
     few = len(train) + len(asked) <= MAX_TASKS
     seen = _Seen(train, Worlds(config.env, resets=few))
     shared = [task for task in asked if seen.has(task)]
-    if shared and not config.tasks.allow_overlap:
-        heldout = read_heldout(seen.has)
+    repeated = len(asked) - len({seen.key(task) for task in asked if seen.is_data(task)})
+    repeated -= sum(not seen.is_data(task) for task in asked)
+    if (shared or repeated) and not config.tasks.allow_overlap:
+        heldout = read_heldout(seen.takes)
         refuse_shared(seen.train, heldout, seen.key, train.rows | heldout.rows)
     taken = frozenset() if config.tasks.allow_overlap else frozenset(seen.found)
     note = (
@@ -77,6 +79,8 @@ def read_splits(config: RunConfig, folder: RunFolder | None = None) -> Splits:
     if shared:
         allowed = config.tasks.allow_overlap
         note += ", allowed by tasks.allow_overlap" if allowed else ", replaced by further seeds"
+    if repeated:
+        note += f"; {counted(repeated, 'held-out task')} repeated others"
     return Splits(train, heldout, taken, note)
 
 
@@ -128,13 +132,29 @@ class _Seen:
         self.found: set[str] = set()
         self._worlds = worlds
         self._keys: dict[str, str] = {}
+        self._held: dict[str, str] = {}
 
     def key(self, task: Task) -> str:
         if task.id not in self._keys:
             self._keys[task.id] = self._worlds.key(task)
         return self._keys[task.id]
 
+    def is_data(self, task: Task) -> bool:
+        """True for a task that is known by its data alone."""
+        return self.key(task).startswith("data:")
+
+    def takes(self, task: Task) -> bool:
+        """True for a task that training has, or that an earlier held-out task repeats: the seeds of
+        some environments begin again after a while."""
+        if self.has(task):
+            return True
+        if self.is_data(task) and self._held.setdefault(self.key(task), task.id) != task.id:
+            self.found.add(task.id)
+            return True
+        return False
+
     def has(self, task: Task) -> bool:
+        """True for a task that training has."""
         if self.train.same(task, self.key(task)) is None:
             return False
         self.found.add(task.id)

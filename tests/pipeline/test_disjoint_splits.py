@@ -156,3 +156,34 @@ class Hidden(Env):
     @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:
         return Task(id=f"hidden-{seed}", data={"seed": seed})
+
+
+class Cyclic(Env):
+    """An environment whose seeds begin again after 10, as an engine's may."""
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        return Task(id=f"cyclic/{seed}", data={"number": seed % 10}, tier=tier)
+
+    async def reset(self, task: Task) -> Observation:
+        raise AssertionError("tasks are compared by their data")
+
+    async def step(self, action: Message) -> Any:
+        raise AssertionError
+
+
+def cyclic(num_train: int, num_heldout: int) -> RunConfig:
+    name = f"{__name__}:Cyclic"
+    return config(name, made(num_train), made(num_heldout, 1_000))
+
+
+def test_no_held_out_task_repeats_another() -> None:
+    """It would be played twice, alike, and count twice in an interval."""
+    splits = read_splits(cyclic(6, 4))
+    assert [task.data["number"] for task in splits.heldout] == [6, 7, 8, 9]
+    assert ": 4 equal, replaced by further seeds" in splits.note
+    repeats = config(f"{__name__}:Cyclic", made(2), made(12, 1_002))
+    with pytest.raises(DataError, match="or the held-out tasks before"):
+        read_splits(repeats)
+    mixed = read_splits(config(f"{__name__}:Cyclic", made(1), made(9, 1_005)))
+    assert sorted(task.data["number"] for task in mixed.heldout) == list(range(1, 10))

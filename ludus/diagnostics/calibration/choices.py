@@ -37,6 +37,9 @@ MOST_HELDOUT, HELDOUT_SHARE = 1024, 0.05
 """Held-out tasks where playing them before and after RL takes this share of the minutes: the
 intervals of 50 and 56.3 % do not overlap."""
 
+TRAINED = 0.6
+"""Share of the different tasks that is trained on, so that enough others are left to hold out."""
+
 FEW_HELDOUT = 128
 """Held-out tasks up to which they are a larger share of few different tasks: 31 of 127 numbers to
 guess would leave intervals of 17 points."""
@@ -184,7 +187,7 @@ def training_tasks(distinct: float, reset_s: float) -> int:
     """Number of training tasks where there are about `distinct` different ones, and each run
     compares them with the held-out tasks."""
     affordable = COMPARE_S / max(reset_s, 1e-6)
-    share = 0.6 if distinct * 0.25 > FEW_HELDOUT else 0.5
+    share = TRAINED if distinct * 0.25 > FEW_HELDOUT else 0.5
     return max(min(6000, int(distinct * share), int(affordable)), 8)
 
 

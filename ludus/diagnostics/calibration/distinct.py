@@ -12,7 +12,7 @@ from ludus.data.expert import Demonstration
 from ludus.data.worlds import Worlds
 from ludus.diagnostics.calibration.episodes import play_openings
 from ludus.diagnostics.calibration.subject import Subject
-from ludus.tasks.splits import task_key
+from ludus.tasks.splits import fingerprint, task_key
 
 NUM_WORLDS = 600
 """Tasks whose worlds are compared."""
@@ -63,7 +63,20 @@ def by_tier(
     for task in tasks:
         if task.id in keys:
             of_tier.setdefault(task.tier, []).append(keys[task.id])
-    return {tier: estimate(own) for tier, own in of_tier.items()} or {None: MANY}, seconds
+    most = by_data(tasks)
+    found = {tier: min(estimate(own), most.get(tier, MANY)) for tier, own in of_tier.items()}
+    return found or {None: MANY}, seconds
+
+
+def by_data(tasks: Sequence[Task]) -> dict[str | None, float]:
+    """The number of different tasks of each tier whose seeds begin again: their data repeat."""
+    of_tier: dict[str | None, list[str]] = {}
+    for task in tasks:
+        of_tier.setdefault(task.tier, []).append(fingerprint(task))
+    counts = {tier: (len(set(own)), len(own)) for tier, own in of_tier.items()}
+    return {
+        tier: float(different) for tier, (different, all_) in counts.items() if different < all_
+    }
 
 
 def played_keys(env: Spec, tasks: Sequence[Task], shown: Sequence[Demonstration]) -> dict[str, str]:

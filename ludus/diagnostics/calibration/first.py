@@ -150,6 +150,9 @@ def with_tasks(
     if subject.kind == "env":
         num_train = choices.training_tasks(distinct, reset_s)
         num_heldout = choices.heldout_tasks(distinct, most)
+        if subject.heldout_tiers:  # about as many as there are to train on
+            num_train = choices.training_tasks(distinct / choices.TRAINED, reset_s)
+            num_heldout = int(min(most, distinct))
     else:
         num_heldout = max(min(subject.rows // 5, most), 1)
         num_train = subject.rows - num_heldout

@@ -90,12 +90,19 @@ class Subject:
             return False
         return is_blocking(ENVS.load(self.env.name), task, self.env.args)
 
-    def reader_of(self, num_tasks: int, first: int) -> Spec:
-        """The reader of `num_tasks` tasks from a seed, or a row, on."""
+    @property
+    def heldout_tiers(self) -> Sequence[str]:
+        """The levels that the environment holds out for these, `LEVEL/test`; empty: none."""
+        env = self.maker() if self.tiers else None
+        own = [f"{tier}/test" for tier in self.tiers]
+        return own if env is not None and set(own) <= set(env.tiers()) else []
+
+    def reader_of(self, num_tasks: int, first: int, tiers: Sequence[str] = ()) -> Spec:
+        """The reader of `num_tasks` tasks from a seed, or a row, on. `tiers`: other levels."""
         if self.kind == "env":
             args: dict[str, Any] = {"first_seed": first, "num_tasks": num_tasks}
-            if self.tiers:
-                args = {"tiers": list(self.tiers), **args}
+            if chosen := tiers or self.tiers:
+                args = {"tiers": list(chosen), **args}
             return Spec(name=self.reader, args={**self.fields, **args})
         if first:
             first += sum(before <= first for before in self.gaps)
@@ -355,9 +362,10 @@ def _columns(given: str, reader: str, fields: Mapping[str, Any]) -> list[str]:
 
 def config_tasks(subject: Subject, num_train: int, num_heldout: int) -> TasksConfig:
     """The section `tasks` of the recipe."""
-    first = HELDOUT_SEED if subject.kind == "env" else num_train
+    tiers = subject.heldout_tiers
+    first = num_train if subject.kind == "data" else 0 if tiers else HELDOUT_SEED
     return TasksConfig(
         train=subject.reader_of(num_train, 0),
-        heldout=subject.reader_of(num_heldout, first),
+        heldout=subject.reader_of(num_heldout, first, tiers),
         on_bad_line=subject.on_bad_line,
     )

@@ -14,7 +14,7 @@ from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import distinct
 from ludus.diagnostics.calibration.distinct import MANY, by_tier, num_distinct, total
 from ludus.diagnostics.calibration.episodes import play_again
-from ludus.diagnostics.calibration.first import without_small_tiers
+from ludus.diagnostics.calibration.first import base, with_tasks, without_small_tiers
 from ludus.diagnostics.calibration.subject import environment
 from ludus.envs import ENVS
 
@@ -79,6 +79,46 @@ def test_slow_resets_end_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert about(name, shown=False, reset_s=0.03) == pytest.approx(5, abs=0.5)
     assert about(name, shown=False, reset_s=60.0) == MANY
     assert time.perf_counter() - begun < 40
+
+
+HELD_OUT = """
+from ludus import Env, Message, Observation, StepResult, Task
+
+class Engine(Env):
+    max_turns = 1
+    async def reset(self, task):
+        self.number = task.data["number"]
+        return Observation(messages=[Message(role="user", content=f"go {self.number}")])
+    async def step(self, action):
+        return StepResult(messages=[], reward=1.0, terminated=True)
+    def expert_action(self):
+        return "walk"
+    @classmethod
+    def tiers(cls):
+        return ["game", "other", "game/test"]
+    @classmethod
+    def task(cls, tier, seed):
+        return Task(id=f"{tier}/{seed}", tier=tier, data={"number": seed % 700})
+"""
+
+
+def test_seeds_that_begin_again_and_levels_to_hold_out(tmp_path: Path) -> None:
+    """600 tasks show no repetition; the data of all do. `game/test` is held out for `game`."""
+    path = tmp_path / "engine.py"
+    path.write_text(HELD_OUT)
+    for tiers, train, heldout in ((["game"], 700, 700), (["other"], 420, 175)):
+        subject = environment(f"{path}:Engine", {}, tiers)
+        found, seconds = by_tier(subject, subject.take(2000, 0))
+        assert found == {tiers[0]: 700}
+        config = with_tasks(
+            base(subject, 0, None, "", shows=True), subject, total(found, subject), seconds, 1024
+        )
+        assert config.tasks.train.args["num_tasks"] == train
+        assert config.tasks.heldout is not None
+        held = config.tasks.heldout.args
+        assert held["num_tasks"] == heldout
+        assert held["tiers"] == (["game/test"] if tiers == ["game"] else ["other"])
+        assert held["first_seed"] == (0 if tiers == ["game"] else 1_000_000)
 
 
 def test_each_level_is_counted_and_those_with_few_tasks_are_left_out(tmp_path: Path) -> None:
