@@ -41,9 +41,9 @@ SUBJECTS = {
 
 NOTES = """
 - letter_counting: 35 % of the tasks have the same answer, so a rise to about 35 % is that answer
-  found, and no skill (the rows with observations 0; `init` now lets SFT go on to 61 %). With muon it is
-  at 41 % after SFT; RL then learns its training tasks by heart (72 %): `init` foretells that little
-  will be learned, and the run tells it. 40,000 training tasks in place of 6,000 do not help (docs/log.md).
+  found, and no skill (the rows with observations 0; `init` now lets SFT go on to 61 %). With muon
+  it is at 41 % after SFT; RL then learns its training tasks by heart (72 %): `init` foretells that
+  little will be learned, and the run tells it. More training tasks do not help (docs/log.md).
 - HigherOrLower: 127 numbers. With seed 0, held-out numbers were training numbers; with 1 and 2, 31
   numbers were held out, too few to tell a gain (`init` now holds out two fifths, and says so). With
   50 held out (seed 1 with observations), RL learns the training numbers by heart: `init` foretells
