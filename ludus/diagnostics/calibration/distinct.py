@@ -115,5 +115,10 @@ def estimate(keys: Sequence[str]) -> float:
 
 
 def undeclared(subject: Subject, tasks: Sequence[Task]) -> bool:
-    """True where an environment does not describe its worlds, so that no run compares them."""
-    return subject.env is not None and Worlds(subject.env).key(tasks[0]).startswith("data:")
+    """True where an environment does not describe its worlds, so that no run compares them.
+
+    False where the tasks' data tell worlds apart: seeds begin again with the same data.
+    """
+    if subject.env is None or by_data(tasks):
+        return False
+    return Worlds(subject.env).key(tasks[0]).startswith("data:")

@@ -12,7 +12,7 @@ from ludus.core.signals import run
 from ludus.core.types import Spec
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import distinct
-from ludus.diagnostics.calibration.distinct import MANY, by_tier, num_distinct, total
+from ludus.diagnostics.calibration.distinct import MANY, by_tier, num_distinct, total, undeclared
 from ludus.diagnostics.calibration.episodes import play_again
 from ludus.diagnostics.calibration.first import base, with_tasks, without_small_tiers
 from ludus.diagnostics.calibration.subject import environment
@@ -110,6 +110,8 @@ def test_seeds_that_begin_again_and_levels_to_hold_out(tmp_path: Path) -> None:
         subject = environment(f"{path}:Engine", {}, tiers)
         found, seconds = by_tier(subject, subject.take(2000, 0))
         assert found == {tiers[0]: 700}
+        assert not undeclared(subject, subject.take(2000, 0))
+        assert undeclared(subject, subject.take(600, 0))
         config = with_tasks(
             base(subject, 0, None, "", shows=True), subject, total(found, subject), seconds, 1024
         )
