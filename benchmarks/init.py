@@ -83,7 +83,7 @@ def run(name: str, seed: int, minutes: float, folder: Path) -> dict[str, Any]:
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         result |= {"train_s": time.perf_counter() - began, "log": done.stderr[-4000:]}
-        found = RunFolder(runs / f"{name}-{seed}-1")
+        found = RunFolder(max(runs.glob(f"{name}-{seed}-*"), key=lambda path: path.stat().st_mtime))
         for label, _, path in found.evaluation_files():
             if label in ("before", "after"):
                 result[label] = json.loads(path.read_text())["success"]
