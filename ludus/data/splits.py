@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ludus.config.schema import RunConfig
-from ludus.core.errors import ConfigError, DataError, counted
+from ludus.core.errors import ConfigError, DataError
 from ludus.core.files import atomic_write
 from ludus.core.types import NO_ENV, Spec, Task
 from ludus.data.worlds import MAX_TASKS, Worlds
@@ -31,14 +31,16 @@ from ludus.tasks.tiers import check_curriculum
 class Splits(NamedTuple):
     """Training tasks and held-out tasks.
 
-    `taken` holds the ids of tasks that were not held out because training, or a held-out task, has
-    them; None: read from the run's folder. `note` tells the user what was compared.
+    `taken` holds the ids of tasks that were not held out because training has them; None: read from
+    the run's folder. `repeated`: of those left out because they repeat another. `note` tells the
+    user what was compared.
     """
 
     train: TaskList
     heldout: TaskList
     taken: frozenset[str] | None = frozenset()
     note: str = ""
+    repeated: frozenset[str] = frozenset()
 
 
 def read_splits(config: RunConfig, folder: RunFolder | None = None) -> Splits:
@@ -59,17 +61,21 @@ def read_splits(config: RunConfig, folder: RunFolder | None = None) -> Splits:
         return Splits(train, TaskList())
     read_heldout = partial(read_split, config, env, config.tasks.heldout, "tasks.heldout")
     if (stored := _stored(config, folder)) is not None:
-        return Splits(train, read_heldout(lambda task: task.id in stored), None)
+        taken, repeated = stored
+        heldout = read_heldout(lambda task: task.id in taken)
+        return Splits(train, _without(heldout, repeated), None)
     started = time.perf_counter()
     asked = heldout = read_heldout()
     few = len(train) + len(asked) <= MAX_TASKS
     seen = _Seen(train, Worlds(config.env, resets=few))
     shared = [task for task in asked if seen.has(task)]
-    repeated = len(asked) - len({seen.key(task) for task in asked if seen.is_data(task)})
-    repeated -= sum(not seen.is_data(task) for task in asked)
-    if (shared or repeated) and not config.tasks.allow_overlap:
-        heldout = read_heldout(seen.takes)
-        refuse_shared(seen.train, heldout, seen.key, train.rows | heldout.rows)
+    repeated = frozenset[str]()
+    if not config.tasks.allow_overlap:
+        if shared:
+            heldout = read_heldout(seen.has)
+            refuse_shared(seen.train, heldout, seen.key, train.rows | heldout.rows)
+        repeated = seen.repeated(heldout)
+        heldout = _without(heldout, repeated)
     taken = frozenset() if config.tasks.allow_overlap else frozenset(seen.found)
     note = (
         f"{len(heldout)} held-out tasks compared with {len(train)} training tasks by "
@@ -80,15 +86,15 @@ def read_splits(config: RunConfig, folder: RunFolder | None = None) -> Splits:
         allowed = config.tasks.allow_overlap
         note += ", allowed by tasks.allow_overlap" if allowed else ", replaced by further seeds"
     if repeated:
-        note += f"; {counted(repeated, 'held-out task')} repeated others"
-    return Splits(train, heldout, taken, note)
+        note += f"; {len(repeated)} more, with the data of others, are left out"
+    return Splits(train, heldout, taken, note, repeated)
 
 
 def remember(splits: Splits, config: RunConfig, folder: RunFolder) -> None:
     """Write which tasks were replaced to the run's folder."""
     if splits.taken is not None:
-        taken = {"settings": _settings(config), "taken": sorted(splits.taken)}
-        atomic_write(folder.splits, json.dumps(taken))
+        stored = {"taken": sorted(splits.taken), "repeated": sorted(splits.repeated)}
+        atomic_write(folder.splits, json.dumps({"settings": _settings(config), **stored}))
 
 
 def read_split(
@@ -132,26 +138,19 @@ class _Seen:
         self.found: set[str] = set()
         self._worlds = worlds
         self._keys: dict[str, str] = {}
-        self._held: dict[str, str] = {}
 
     def key(self, task: Task) -> str:
         if task.id not in self._keys:
             self._keys[task.id] = self._worlds.key(task)
         return self._keys[task.id]
 
-    def is_data(self, task: Task) -> bool:
-        """True for a task that is known by its data alone."""
-        return self.key(task).startswith("data:")
-
-    def takes(self, task: Task) -> bool:
-        """True for a task that training has, or that an earlier held-out task repeats: the seeds of
-        some environments begin again after a while."""
-        if self.has(task):
-            return True
-        if self.is_data(task) and self._held.setdefault(self.key(task), task.id) != task.id:
-            self.found.add(task.id)
-            return True
-        return False
+    def repeated(self, tasks: TaskList) -> frozenset[str]:
+        """Ids of the tasks of an environment whose data an earlier one has: its seeds begin again.
+        They would be played alike, and count twice in an interval."""
+        first: dict[str, str] = {}
+        made = [task for task in tasks if task.id not in tasks.rows]
+        by_data = [task for task in made if self.key(task).startswith("data:")]
+        return frozenset(t.id for t in by_data if first.setdefault(self.key(t), t.id) != t.id)
 
     def has(self, task: Task) -> bool:
         """True for a task that training has."""
@@ -159,6 +158,13 @@ class _Seen:
             return False
         self.found.add(task.id)
         return True
+
+
+def _without(tasks: TaskList, ids: frozenset[str]) -> TaskList:
+    """The list without some of its tasks."""
+    if ids:
+        tasks[:] = [task for task in tasks if task.id not in ids]
+    return tasks
 
 
 def _kinds(seen: _Seen, tasks: Sequence[Task], few: bool) -> str:
@@ -176,11 +182,16 @@ def _settings(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _stored(config: RunConfig, folder: RunFolder | None) -> frozenset[str] | None:
+def _stored(
+    config: RunConfig, folder: RunFolder | None
+) -> tuple[frozenset[str], frozenset[str]] | None:
+    """The ids of the tasks that were taken, and of those that repeat others."""
     if folder is None or not folder.splits.exists():
         return None
     try:
         stored = json.loads(folder.splits.read_text(encoding="utf-8"))
-        return frozenset(stored["taken"]) if stored["settings"] == _settings(config) else None
+        if stored["settings"] != _settings(config):
+            return None
+        return frozenset(stored["taken"]), frozenset(stored.get("repeated", ()))
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder.splits} is damaged: {error!r}; remove it") from None

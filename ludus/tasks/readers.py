@@ -287,10 +287,9 @@ def _further(maker: TaskMaker, tier: str | None, seed: int, taken: Taken) -> tup
         if not taken(task := _made(maker, tier, further)):
             return task, further + 1
     raise DataError(
-        f"tier {tier}: training, or the held-out tasks before, have the tasks of {_MAX_TRIES} "
-        f"seeds in a row, {seed} to {seed + _MAX_TRIES - 1}, so no further one is left: give "
-        "`tasks.train` or `tasks.heldout` fewer tasks of this tier, hold out another tier, or set "
-        "`tasks.allow_overlap: true`"
+        f"tier {tier}: training has the tasks of {_MAX_TRIES} seeds in a row, {seed} to "
+        f"{seed + _MAX_TRIES - 1}, so no held-out task is left: give `tasks.train` fewer tasks of "
+        "this tier, hold out another tier, or set `tasks.allow_overlap: true`"
     )
 
 

@@ -69,7 +69,7 @@ def sums(ludus: Ludus) -> str:
         (
             ["tasks.train.args.num_tasks=1100", "tasks.heldout.args.first_seed=10"],
             1,
-            ["have the tasks of 1000 seeds in a row", "tasks.allow_overlap: true"],
+            ["training has the tasks of 1000 seeds in a row", "tasks.allow_overlap: true"],
         ),
         (["model.architecture.args.num_kv_heads=3"], 2, ["num_kv_heads", "does not divide"]),
         (["model.device=gpu"], 2, ["model.device", "'gpu'"]),

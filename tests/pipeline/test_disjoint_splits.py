@@ -177,13 +177,22 @@ def cyclic(num_train: int, num_heldout: int) -> RunConfig:
     return config(name, made(num_train), made(num_heldout, 1_000))
 
 
-def test_no_held_out_task_repeats_another() -> None:
+def test_no_held_out_task_repeats_another(tmp_path: Path) -> None:
     """It would be played twice, alike, and count twice in an interval."""
     splits = read_splits(cyclic(6, 4))
     assert [task.data["number"] for task in splits.heldout] == [6, 7, 8, 9]
-    assert ": 4 equal, replaced by further seeds" in splits.note
-    repeats = config(f"{__name__}:Cyclic", made(2), made(12, 1_002))
-    with pytest.raises(DataError, match="or the held-out tasks before"):
-        read_splits(repeats)
-    mixed = read_splits(config(f"{__name__}:Cyclic", made(1), made(9, 1_005)))
-    assert sorted(task.data["number"] for task in mixed.heldout) == list(range(1, 10))
+    assert splits.note.endswith(": 4 equal, replaced by further seeds")
+    folder, more = RunFolder(tmp_path), cyclic(2, 12)
+    splits = read_splits(more, folder)
+    assert sorted(task.data["number"] for task in splits.heldout) == list(range(2, 10))
+    assert splits.note.startswith("8 held-out tasks compared with 2")
+    assert "; 4 more, with the data of others, are left out" in splits.note
+    remember(splits, more, folder)
+    again = read_splits(more, folder)
+    assert again.heldout == splits.heldout
+    assert not again.note
+    assert len(read_splits(more.model_copy(update={"tasks": overlapping(more)})).heldout) == 12
+
+
+def overlapping(settings: RunConfig) -> Any:
+    return settings.tasks.model_copy(update={"allow_overlap": True})
