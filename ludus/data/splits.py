@@ -21,7 +21,7 @@ from ludus.judges import JUDGES
 from ludus.judges.base import refuse_of_steps
 from ludus.rollout.host import LocalEnvs
 from ludus.store.folders import RunFolder
-from ludus.tasks.mixture import check_distinct, part_of
+from ludus.tasks.mixture import check_distinct, interleaved, part_of
 from ludus.tasks.readers import TaskList, read_tasks
 from ludus.tasks.splits import Known, refuse_shared
 from ludus.tasks.splits import Taken as IsTaken
@@ -161,9 +161,11 @@ class _Seen:
 
 
 def _without(tasks: TaskList, ids: frozenset[str]) -> TaskList:
-    """The list without some of its tasks."""
+    """The list without some of its tasks; a mixture keeps its ratios."""
     if ids:
-        tasks[:] = [task for task in tasks if task.id not in ids]
+        kept = [task for task in tasks if task.id not in ids]
+        parts = {str(part): some for part, some in _by_part(kept).items()}
+        tasks[:] = interleaved(parts, tasks.ratios) if tasks.ratios else kept
     return tasks
 
 

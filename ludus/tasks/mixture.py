@@ -147,7 +147,7 @@ def read_mixture(
         skipped += read.skipped
         rows |= read.rows
     distinct = [name for name, part in parts.items() if part.distinct]
-    return TaskList(_interleaved(queues, ratios), skipped, ratios, rows, distinct)
+    return TaskList(interleaved(queues, ratios), skipped, ratios, rows, distinct)
 
 
 def _through(label: Callable[[Task], Task], taken: Taken | None) -> Taken | None:
@@ -171,7 +171,8 @@ def _labelled(task: Task, name: str, part: Part, where: str, *, in_mixture: bool
     return task.model_copy(update=fields)
 
 
-def _interleaved(queues: Mapping[str, list[Task]], ratios: Mapping[str, int]) -> list[Task]:
+def interleaved(queues: Mapping[str, list[Task]], ratios: Mapping[str, int]) -> list[Task]:
+    """The tasks of the parts in their ratios; where a part runs out, those of the others."""
     waiting = {name: iter(tasks) for name, tasks in queues.items()}
     num_tasks, tasks, order = sum(map(len, queues.values())), list[Task](), Schedule(ratios)
     while len(tasks) < num_tasks:
