@@ -67,11 +67,13 @@ class Memory:
         if config.rl:
             played = config.rl.groups_per_step * config.rl.group_size
             stages.append(min(config.rl.tokens_per_batch, played * context))
-        gradient, state = self._training_bytes()
+        gradient, moment, master = self._training_bytes()
+        optimizer = float(trained * (2 * moment + master))
+        optimizer -= moment * self._without_second_moment(trained, linear)
         parts = {
             "weights": self._weights(parameters, linear),
             "gradients": float(trained * gradient),
-            "optimizer": float(trained * state - self._saved_by_muon(trained, linear)),
+            "optimizer": optimizer,
             "activations": max(stages, default=0) * self.activations(),
         }
         if config.env is not None or config.rl is not None or not config.sft:
@@ -85,7 +87,7 @@ class Memory:
         elif config.model.quantised and config.sampler.name == "in_process":
             parts["sampler's weights"] = float(self.sampling_item * parameters)
         if others := sum(policy.model == "same" for policy in config.policies.values()):
-            own = float(trained * (gradient + state + (4 if config.model.lora else self.item)))
+            own = float(trained * (gradient + (4 if config.model.lora else self.item))) + optimizer
             own += parts.get("sampler's weights", 0.0)
             parts["other policies"] = float(others * own)
         return parts
@@ -94,21 +96,19 @@ class Memory:
         packed = linear if self.config.model.quantised else 0
         return float((parameters - packed) * self.item + packed * BYTES_PER_WEIGHT)
 
-    def _training_bytes(self) -> tuple[int, int]:
-        """Returns bytes of the gradient and of AdamW's state for a trained weight."""
+    def _training_bytes(self) -> tuple[int, int, int]:
+        """Returns bytes of a trained weight's gradient, of one of its moments, of its master."""
         if self.config.model.dtype == "float32" or self.config.model.lora:  # adapters: float32
-            return 4, 8
-        return (2, 4) if self.config.learner.master_weights == "stochastic_rounding" else (4, 12)
+            return 4, 4, 0
+        rounds = self.config.learner.master_weights == "stochastic_rounding"
+        return (2, 2, 0) if rounds else (4, 4, 4)
 
-    def _saved_by_muon(self, trained: int, linear: int) -> int:
-        """Returns the bytes of the second moment, which Muon does not keep of a matrix."""
-        config = self.config
-        stages = [stage for stage in (config.sft, config.rl) if stage is not None]
+    def _without_second_moment(self, trained: int, linear: int) -> int:
+        """Returns the number of trained weights of which Muon keeps one moment, in all stages."""
+        stages = [stage for stage in (self.config.sft, self.config.rl) if stage is not None]
         if any(stage.optimizer.name != "muon" for stage in stages):
             return 0
-        half = config.model.dtype != "float32" and not config.model.lora
-        rounded = half and config.learner.master_weights == "stochastic_rounding"
-        return (2 if rounded else 4) * min(trained, trained if config.model.lora else linear)
+        return trained if self.config.model.lora else min(trained, linear)
 
     def activations(self) -> float:
         """Returns the bytes that autograd saves for a token, over all layers.

@@ -86,15 +86,53 @@ READS_TEXTS = {
 """Data sets that read texts or grids when they are made, in 5 to 1,500 ms, and whose entry depends
 on seed + index alone: one of each is made, and its entry number `seed` is the task of that seed."""
 
-QUICK = """
-ab acre aiw arc_1d base_conversion basic_arithmetic binary_alternation caesar_cipher chain_sum
-circuit_logic count_bits count_primes course_schedule decimal_chain_sum dice emoji_mystery
-family_relationships gcd largest_island lcm leg_counting letter_counting letter_jumble maze
-modulo_grid needle_haystack number_filtering number_format number_sequence number_sorting
-path_star products rotate_matrix rotten_oranges self_reference sentence_reordering
-simple_equations simple_geometry spell_backward string_manipulation string_splitting
-string_synthesis syllogism word_sequence_reversal word_sorting
-"""
+QUICK = {
+    "ab",
+    "acre",
+    "aiw",
+    "arc_1d",
+    "base_conversion",
+    "basic_arithmetic",
+    "binary_alternation",
+    "caesar_cipher",
+    "chain_sum",
+    "circuit_logic",
+    "count_bits",
+    "count_primes",
+    "course_schedule",
+    "decimal_chain_sum",
+    "dice",
+    "emoji_mystery",
+    "family_relationships",
+    "gcd",
+    "largest_island",
+    "lcm",
+    "leg_counting",
+    "letter_counting",
+    "letter_jumble",
+    "maze",
+    "modulo_grid",
+    "needle_haystack",
+    "number_filtering",
+    "number_format",
+    "number_sequence",
+    "number_sorting",
+    "path_star",
+    "products",
+    "rotate_matrix",
+    "rotten_oranges",
+    "self_reference",
+    "sentence_reordering",
+    "simple_equations",
+    "simple_geometry",
+    "spell_backward",
+    "string_manipulation",
+    "string_splitting",
+    "string_synthesis",
+    "syllogism",
+    "word_sequence_reversal",
+    "word_sorting",
+}
 """Data sets whose tasks, at the library's difficulty, are made in less than 2 ms (an AMD EPYC, 60
 seeds), and whose verifiers compare texts, lists or decimal numbers, in as little for 20,000
 characters: no worker thread is needed."""
@@ -149,8 +187,7 @@ class Reasoning(OneTool):
         if type(seed) is not int or seed < 0:
             raise EnvError(f"reasoning: task {task.id!r}: data.seed is {seed!r:.40}, not 0 or more")
         self._name = name
-        level = self.level.get(name) if isinstance(self.level, dict) else self.level
-        self._dataset, self._entry = generated(name, seed, level)
+        self._dataset, self._entry = generated(name, seed, level_of(self.level, name))
         question = self._entry["question"]
         text = f"{GUIDE}\n\n{question}" if self.guide else question
         return Observation(
@@ -204,9 +241,8 @@ class Reasoning(OneTool):
     @classmethod
     def blocks(cls, task: Task, **args: Any) -> bool:
         """False for a data set that is QUICK at the library's own difficulty."""
-        level, name = args.get("level"), task.data.get("dataset")
-        given = level.get(name) if isinstance(level, dict) else level
-        return given is not None or name not in QUICK.split()
+        name = str(task.data.get("dataset"))
+        return level_of(args.get("level"), name) is not None or name not in QUICK
 
     @classmethod
     def tiers(cls) -> Sequence[str]:
@@ -224,6 +260,11 @@ class Reasoning(OneTool):
         check_name(name)
         data = {"dataset": name, "seed": seed}
         return Task(id=f"reasoning/{name}/{seed}", data=data, tier=name, source="reasoning")
+
+
+def level_of(level: int | dict[str, int] | None, name: str) -> int | None:
+    """The level of a data set; None: the library's own difficulty."""
+    return level.get(name) if isinstance(level, dict) else level
 
 
 def code_for(name: str, known: Mapping[str, Any]) -> str | None:

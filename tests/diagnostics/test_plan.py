@@ -25,6 +25,7 @@ from ludus.diagnostics.memory import Memory
 from ludus.diagnostics.plan_lines import lines
 from ludus.train.algorithms.losses import cross_entropy
 from ludus.train.learner import Learner
+from ludus.train.muon import make_optimizer
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "babyai-tiny.yaml")
 
@@ -77,6 +78,37 @@ def test_parameters_and_their_memory() -> None:
     assert shared.seconds["rl: sampling"] > rounded.seconds["rl: sampling"]
     lora = planning.plan(recipe("model.lora={rank: 4}"), HARDWARE["h100"])
     assert lora.memory["optimizer"] < 0.2 * lora.memory["weights"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        ["model.dtype=bfloat16"],
+        ["model.dtype=bfloat16", "learner.master_weights=stochastic_rounding"],
+    ],
+)
+def test_the_state_of_muon(changes: list[str]) -> None:
+    """One moment of a matrix of the layers; the plan counts the stage that needs more."""
+    both = [*changes, "sft.optimizer.name=muon", "rl.optimizer.name=muon"]
+    settings = recipe(*both)
+    model = AutoModelForCausalLM.from_config(planning.shape_of(settings))
+    model = model.to(getattr(torch, settings.model.dtype))
+    assert settings.rl is not None
+    optimizer = make_optimizer(
+        model, list(model.parameters()), settings.rl.optimizer, settings.learner.master_weights
+    )
+    for parameter in model.parameters():
+        wide = getattr(parameter, "grad_dtype", None) or parameter.dtype
+        parameter.grad = torch.zeros_like(parameter, dtype=wide)
+    optimizer.prepare()
+    state = sum(value.nbytes for s in optimizer.state.values() for value in s.values())
+    found = planning.plan(settings, HARDWARE["h100"]).memory["optimizer"]
+    assert found == pytest.approx(state, rel=0.01)
+    adamw = planning.plan(recipe(*changes), HARDWARE["h100"]).memory["optimizer"]
+    one = planning.plan(recipe(*both[:-1]), HARDWARE["h100"]).memory["optimizer"]
+    assert found < 0.85 * adamw
+    assert one == adamw
 
 
 @pytest.mark.parametrize("mode", ["float32", "stochastic_rounding"])

@@ -186,7 +186,7 @@ async def test_a_level_by_data_set() -> None:
 
 def test_quick_data_sets_need_no_thread() -> None:
     """At the library's difficulty, and without a verifier that evaluates."""
-    assert set(QUICK.split()) <= set(Reasoning.tiers()) - EVALUATED.keys()
+    assert set(QUICK) <= set(Reasoning.tiers()) - EVALUATED.keys()
     task, slow = Reasoning.task("chain_sum", 0), Reasoning.task("sudoku", 0)
     assert not Reasoning.blocks(task)
     assert not Reasoning.blocks(task, level={"gcd": 2})

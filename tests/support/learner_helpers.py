@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.config.schema import OptimizerConfig
 from ludus.core.types import Sample
 from ludus.train.algorithms.aggregates import token_mean
-from ludus.train.algorithms.losses import clipped
+from ludus.train.algorithms.losses import LossFn, clipped
+from ludus.train.checkpoint.loading import load
+from ludus.train.checkpoint.store import CheckpointStore
 from ludus.train.learner import Learner
 from ludus.train.packing import Batch, MicroBatch, pack
 
@@ -72,6 +76,39 @@ def make_samples(num: int = 12, seed: int = 0) -> list[Sample]:
 
 def make_batch(samples: list[Sample], tokens_per_batch: int = 64) -> Batch:
     return pack(samples, token_mean(samples), tokens_per_batch=tokens_per_batch, pad_id=0)
+
+
+def bits(learner: Learner) -> list[Tensor]:
+    """Weights and the optimizer's state."""
+    states = [learner.optimizer.state[p] for p in learner.parameters]
+    return [
+        *[p.detach().clone() for p in learner.parameters],
+        *[value.clone() for state in states for _, value in sorted(state.items())],
+    ]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def check_resume(fresh: Callable[[], Learner], folder: Path, loss: LossFn, half: int = 3) -> Path:
+    """Train for `half` steps, save, load, and train for as many more: the bits are those of
+    training without a break. Returns the checkpoint."""
+    batches = [make_batch(make_samples(8, seed)) for seed in range(2 * half)]
+    whole, first, resumed = fresh(), fresh(), fresh()
+    for batch in batches:
+        whole.train_step(batch, loss)
+    for batch in batches[:half]:
+        first.train_step(batch, loss)
+    store = CheckpointStore(folder)
+    path = store.save("rl", half, model=first.model, optimizer=first.optimizer, state={})
+    load(path, model=resumed.model, optimizer=resumed.optimizer)
+    resumed.step = half
+    assert same(bits(resumed), bits(first))
+    for batch in batches[half:]:
+        resumed.train_step(batch, loss)
+    assert same(bits(resumed), bits(whole))
+    return path
 
 
 def starts(micro_batch: MicroBatch) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from learner_helpers import make_batch, make_samples, policy
-from torch import Tensor, nn
+from learner_helpers import check_resume, make_batch, make_samples, policy
+from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ludus.config.schema import LearnerConfig, LoraConfig, OptimizerConfig, RunConfig
@@ -17,7 +17,6 @@ from ludus.core.errors import CheckpointError, ConfigError
 from ludus.models.build import _with_lora
 from ludus.train.algorithms.losses import clipped, cross_entropy
 from ludus.train.checkpoint.loading import load
-from ludus.train.checkpoint.store import CheckpointStore
 from ludus.train.distributed.settings import ShardSettings, check_supported
 from ludus.train.learner import Learner
 from ludus.train.muon import Muon, hidden_matrices, make_optimizer, orthogonal
@@ -133,26 +132,7 @@ def test_resumed_training_has_the_same_bits(tmp_path: Path, mode: str | None) ->
     def fresh() -> Learner:
         return learner_of(policy() if mode is None else policy().bfloat16(), mode=mode or "float32")
 
-    def bits(learner: Learner) -> list[Tensor]:
-        state = learner.optimizer.state
-        kept = [value for p in learner.parameters for _, value in sorted(state[p].items())]
-        return [*(p.detach() for p in learner.parameters), *kept]
-
-    batches = [make_batch(make_samples(8, seed)) for seed in range(4)]
-    whole, first, resumed = fresh(), fresh(), fresh()
-    loss = clipped(0.2, 0.28)
-    for batch in batches:
-        whole.train_step(batch, loss)
-    for batch in batches[:2]:
-        first.train_step(batch, loss)
-    store = CheckpointStore(tmp_path)
-    path = store.save("rl", 2, model=first.model, optimizer=first.optimizer, state={})
-    load(path, model=resumed.model, optimizer=resumed.optimizer)
-    resumed.step = 2
-    for batch in batches[2:]:
-        resumed.train_step(batch, loss)
-    pairs = list(zip(bits(resumed), bits(whole), strict=True))
-    assert all(torch.equal(one, other) for one, other in pairs)
+    path = check_resume(fresh, tmp_path, clipped(0.2, 0.28), half=2)
     other = learner_of(policy() if mode is None else policy().bfloat16(), "adamw")
     with pytest.raises(CheckpointError, match="state of Muon, the run uses AdamW"):
         load(path, model=other.model, optimizer=other.optimizer)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from learner_helpers import make_batch, make_samples, policy
+from learner_helpers import bits, check_resume, make_batch, make_samples, policy, same
 from torch import Tensor, nn
 
 from ludus.config.schema import LearnerConfig, LoraConfig, OptimizerConfig
@@ -38,19 +38,6 @@ def weights(model: nn.Module) -> Tensor:
 def masters(learner: Learner) -> Tensor:
     states = (learner.optimizer.state[p] for p in learner.parameters)
     return torch.cat([state["master"].flatten() for state in states])
-
-
-def bits(learner: Learner) -> list[Tensor]:
-    """Weights and the optimizer's state."""
-    states = [learner.optimizer.state[p] for p in learner.parameters]
-    return [
-        *[p.detach().clone() for p in learner.parameters],
-        *[value.clone() for state in states for _, value in sorted(state.items())],
-    ]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 # Small updates
@@ -172,20 +159,7 @@ def test_resumed_training_has_the_same_bits(tmp_path: Path, mode: Mode, lora: bo
                 model = _with_lora(model, LoraConfig(rank=2))
         return learner_of(model, mode, lr=1e-4)
 
-    batches = [make_batch(make_samples(8, seed)) for seed in range(6)]
-    whole, first, resumed = fresh(), fresh(), fresh()
-    for batch in batches:
-        whole.train_step(batch, SURROGATE)
-    for batch in batches[:3]:
-        first.train_step(batch, SURROGATE)
-    store = CheckpointStore(tmp_path)
-    path = store.save("rl", 3, model=first.model, optimizer=first.optimizer, state={})
-    load(path, model=resumed.model, optimizer=resumed.optimizer)
-    resumed.step = 3
-    assert same(bits(resumed), bits(first))
-    for batch in batches[3:]:
-        resumed.train_step(batch, SURROGATE)
-    assert same(bits(resumed), bits(whole))
+    check_resume(fresh, tmp_path, SURROGATE)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -37,9 +37,6 @@ MOST_HELDOUT, HELDOUT_SHARE = 1024, 0.05
 """Held-out tasks where playing them before and after RL takes this share of the minutes: the
 intervals of 50 and 56.3 % do not overlap."""
 
-TRAINED = 0.6
-"""Share of the different tasks that is trained on, so that enough others are left to hold out."""
-
 FEW_HELDOUT = 128
 """Held-out tasks up to which they are a larger share of few different tasks: 31 of 127 numbers to
 guess would leave intervals of 17 points."""
@@ -183,11 +180,13 @@ def patience(steps: int, every: int, least: int) -> int:
     return max(math.ceil(PATIENCE * steps / every), least)
 
 
-def training_tasks(distinct: float, reset_s: float) -> int:
+def training_tasks(distinct: float, reset_s: float, share: float | None = None) -> int:
     """Number of training tasks where there are about `distinct` different ones, and each run
-    compares them with the held-out tasks."""
+    compares them with the held-out tasks. `share`: of them that may train; None: as many as leave
+    enough to hold out."""
     affordable = COMPARE_S / max(reset_s, 1e-6)
-    share = TRAINED if distinct * 0.25 > FEW_HELDOUT else 0.5
+    if share is None:
+        share = 0.6 if distinct * 0.25 > FEW_HELDOUT else 0.5
     return max(min(6000, int(distinct * share), int(affordable)), 8)
 
 
@@ -252,9 +251,9 @@ def expected_sft(trial: Trial, success: float) -> int | None:
 
 def steps(
     trial: Trial,
-    every: int,
     minutes: float,
     demonstrations_s: float,
+    every: int,
     success: float = TARGET,
     evaluations_s: float = 0.0,
 ) -> Steps:

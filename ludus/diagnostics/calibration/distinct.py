@@ -57,13 +57,13 @@ def by_tier(
         if time.perf_counter() - begun > WORLDS_S:
             break
     seconds = (time.perf_counter() - begun) / max(len(keys) - 1, 1)
+    most: dict[str | None, float] = {}
     if subject.env is not None and all(key.startswith("data:") for key in keys.values()):
-        keys = played_keys(subject.env, tasks, shown)
+        keys, most = played_keys(subject.env, tasks, shown), by_data(tasks)
     of_tier: dict[str | None, list[str]] = {}
     for task in tasks:
         if task.id in keys:
             of_tier.setdefault(task.tier, []).append(keys[task.id])
-    most = by_data(tasks)
     found = {tier: min(estimate(own), most.get(tier, MANY)) for tier, own in of_tier.items()}
     return found or {None: MANY}, seconds
 
@@ -119,6 +119,6 @@ def undeclared(subject: Subject, tasks: Sequence[Task]) -> bool:
 
     False where the tasks' data tell worlds apart: seeds begin again with the same data.
     """
-    if subject.env is None or by_data(tasks):
+    if subject.env is None or not Worlds(subject.env).key(tasks[0]).startswith("data:"):
         return False
-    return Worlds(subject.env).key(tasks[0]).startswith("data:")
+    return not by_data(tasks)

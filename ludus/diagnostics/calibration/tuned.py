@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ludus.config.schema import RunConfig, TasksConfig
@@ -65,13 +66,20 @@ def with_choices(
         config.tasks, trial.eval_s / (until.num_tasks * until.samples_per_task), minutes
     )
     num_heldout = num_tasks_of(tasks.heldout)
-    given = (minutes, number / episodes_per_s, until.success, evaluations_s)
+    plan = partial(
+        choices.steps,
+        trial,
+        minutes,
+        number / episodes_per_s,
+        success=until.success,
+        evaluations_s=evaluations_s,
+    )
     every = choices.measure_every(trial, until.success)
-    planned = choices.steps(trial, every, *given)
+    planned = plan(every)
     if expected is None or expected > planned.sft:
         rarely = choices.measure_every(trial, until.success, choices.MEASURED_HARD)
         every = max(rarely, planned.sft // choices.MOST_MEASURED)
-        planned = choices.steps(trial, every, *given)
+        planned = plan(every)
     every = min(every, planned.sft)
     patience = choices.patience(planned.sft, every, until.patience)
     until = until.model_copy(update={"every": every, "patience": patience})

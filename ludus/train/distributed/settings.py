@@ -11,8 +11,6 @@ from ludus.config.schema import RunConfig
 from ludus.config.sections import Section
 from ludus.core.errors import ConfigError, TrainingError
 
-WHOLE = "an update needs the whole matrix, and a rank has a part of it; set adamw"
-
 
 class OtherRankLost(TrainingError):
     """Another rank ended, did not answer in time, or never came: this rank's own work is sound."""
@@ -94,14 +92,6 @@ def check_supported(config: RunConfig, settings: ShardSettings, num_ranks: int) 
             ways > 1 and config.model.lora is not None,
             "adapters are not split over ranks; set tensor_parallel: 1",
         ),
-        "sft.optimizer.name: muon": (
-            config.sft is not None and config.sft.optimizer.name == "muon",
-            WHOLE,
-        ),
-        "rl.optimizer.name: muon": (
-            config.rl is not None and config.rl.optimizer.name == "muon",
-            WHOLE,
-        ),
         "verify: true": (config.verify, "sums of a sharded learner are in another order"),
         "learner.compile: true": (
             config.learner.compile,
@@ -112,6 +102,11 @@ def check_supported(config: RunConfig, settings: ShardSettings, num_ranks: int) 
             "on a CPU all is in main memory already",
         ),
     }
+    for name, stage in (("sft", config.sft), ("rl", config.rl)):
+        refused[f"{name}.optimizer.name: muon"] = (
+            stage is not None and stage.optimizer.name == "muon",
+            "an update needs the whole matrix, and a rank has a part of it; set adamw",
+        )
     for key, (given, reason) in refused.items():
         if given:
             raise ConfigError(

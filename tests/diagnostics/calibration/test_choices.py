@@ -79,14 +79,14 @@ def test_a_slow_step_has_fewer_groups() -> None:
 
 def test_the_minutes_are_divided() -> None:
     trial = Trial(sft_step_s=0.2, curve=[(20, 0.1), (60, 0.5)], rl_step_s=2.0, eval_s=1.0)
-    planned = choices.steps(trial, every=10, minutes=10, demonstrations_s=10)
+    planned = choices.steps(trial, minutes=10, demonstrations_s=10, every=10)
     hard = Trial(sft_step_s=0.2, curve=[(20, 0.0), (60, 0.02)], rl_step_s=2.0, eval_s=1.0)
     assert choices.steps(hard, 10, 10, 10).sft > planned.sft
     assert choices.steps(hard, 10, 10, 10).rl < planned.rl
     assert planned.rl_s + planned.sft_s < 600
     assert planned.rl >= 200
     assert planned.sft >= 60
-    slow = choices.steps(Trial(sft_step_s=30.0, rl_step_s=100.0), 10, 10, 0)
+    slow = choices.steps(Trial(sft_step_s=30.0, rl_step_s=100.0), 10, 0, 10)
     assert (slow.sft, slow.rl) == (20, 20)
 
 
@@ -107,7 +107,7 @@ def test_sft_is_expected_to_go_on_as_the_last_half_of_the_trial() -> None:
 def test_time_that_sft_will_not_need_goes_to_rl() -> None:
     rising = [(20, 0.03), (30, 0.10), (40, 0.16)]
     soon = Trial(sft_step_s=0.6, curve=rising, rl_step_s=2.0, eval_s=2.0)
-    planned = choices.steps(soon, every=10, minutes=10, demonstrations_s=10)
+    planned = choices.steps(soon, minutes=10, demonstrations_s=10, every=10)
     assert planned.sft == 290  # four times the expected steps would leave RL too little
     assert planned.rl > 200
     quick = choices.steps(Trial(sft_step_s=0.1, curve=rising, rl_step_s=2.0), 10, 10, 10)

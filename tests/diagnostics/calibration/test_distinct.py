@@ -123,6 +123,16 @@ def test_seeds_that_begin_again_and_levels_to_hold_out(tmp_path: Path) -> None:
         assert held["first_seed"] == (0 if tiers == ["game"] else 1_000_000)
 
 
+def test_tasks_without_data_are_told_apart_by_their_worlds(tmp_path: Path) -> None:
+    """An environment may take its seed from the task's id."""
+    path = tmp_path / "by_id.py"
+    text = HELD_OUT.replace('task.data["number"]', 'int(task.id.rpartition("/")[2])')
+    text = text.replace(', data={"number": seed % 700}', "")
+    path.write_text(text.replace("max_turns = 1", "max_turns = 1\n    cheap_reset = True"))
+    subject = environment(f"{path}:Engine", {}, ["other"])
+    assert by_tier(subject, subject.take(200, 0))[0] == {"other": MANY}
+
+
 def test_each_level_is_counted_and_those_with_few_tasks_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "levels.py"
     path.write_text(LEVELS)
