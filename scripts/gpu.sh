@@ -25,7 +25,7 @@ fi
 
 status=0
 mapfile -t files < <(grep -rl --include='*.py' 'pytest.mark.gpu' tests)
-timeout 180 "$python" -m pytest -m gpu -x -q -W default -p no:cacheprovider "${files[@]}" 2>&1 |
+timeout 180 "$python" -m pytest -m gpu -q -W default -p no:cacheprovider "${files[@]}" 2>&1 |
     tee "$out/tests.log" || status=$?
 case $status in
 0) ;;

@@ -22,14 +22,13 @@ Line = tuple[str, Any, str]
 
 def write(c: Calibration, command: str) -> str:
     """The recipe's text. `command`: that was called."""
-    learner = c.config.learner.model_dump(exclude_defaults=True)
     lines = [
         f"# Written by `{command}`, from measurements of {c.seconds:.0f} s on this machine.",
         "# All keys: `ludus config`. The comments say what was measured.",
         f"name: {flow(c.config.name)}",
         *([f"seed: {c.config.seed}"] if c.config.seed else []),
         *section("model", _model(c)),
-        *([f"learner: {flow(learner)}"] if learner else []),
+        *of_products(c.config),
     ]
     for key in ("env", "judge"):
         if (spec := getattr(c.config, key)) is not None:
@@ -115,6 +114,16 @@ def of_model(model: ModelConfig, reason: str) -> Iterator[Line]:
         yield "device", model.device, ""
     if model.lora is not None:
         yield "lora", model.lora.model_dump(include={"rank", "alpha"}), ""
+
+
+def of_products(config: RunConfig) -> list[str]:
+    """The lines of `learner` and `sampler`, where they differ from the defaults."""
+    learner = config.learner.model_dump(exclude_defaults=True)
+    half = "  # products in bfloat16, weights in float32" if "dtype" in learner else ""
+    lines = [f"learner: {flow(learner)}{half}"] if learner else []
+    if config.sampler != type(config).model_fields["sampler"].get_default(call_default_factory=True):
+        lines.append(f"sampler: {flow(config.sampler)}")
+    return lines
 
 
 def _tasks(c: Calibration) -> Iterator[Line]:

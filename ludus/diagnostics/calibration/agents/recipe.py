@@ -13,6 +13,7 @@ from ludus.diagnostics.calibration.recipe import (
     flow,
     of_bad_lines,
     of_model,
+    of_products,
     of_task,
     section,
 )
@@ -20,14 +21,14 @@ from ludus.diagnostics.calibration.recipe import (
 
 def write_agent(c: AgentCalibration, command: str) -> str:
     """The recipe's text. `command`: that was called."""
-    config, learner = c.config, c.config.learner.model_dump(exclude_defaults=True)
+    config = c.config
     lines = [
         f"# Written by `{command}`, from measurements of {c.seconds:.0f} s on this machine.",
         "# All keys: `ludus config`. The comments say what was measured.",
         f"name: {flow(config.name)}",
         *([f"seed: {config.seed}"] if config.seed else []),
         *section("model", _model(c)),
-        *([f"learner: {flow(learner)}"] if learner else []),
+        *of_products(config),
     ]
     for key, reason in (("agent", ""), ("env", ""), ("judge", _judged(c))):
         if (spec := getattr(config, key)) is not None:
