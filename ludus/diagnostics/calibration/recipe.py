@@ -121,7 +121,9 @@ def of_products(config: RunConfig) -> list[str]:
     learner = config.learner.model_dump(exclude_defaults=True)
     half = "  # products in bfloat16, weights in float32" if "dtype" in learner else ""
     lines = [f"learner: {flow(learner)}{half}"] if learner else []
-    if config.sampler != type(config).model_fields["sampler"].get_default(call_default_factory=True):
+    if config.sampler != type(config).model_fields["sampler"].get_default(
+        call_default_factory=True
+    ):
         lines.append(f"sampler: {flow(config.sampler)}")
     return lines
 
