@@ -42,10 +42,25 @@ rl: {{steps: 1, groups_per_step: 6, group_size: 2}}
 """
 
 
+COIN = """
+model:
+  architecture:
+    name: qwen3
+    args: {hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16}
+  tokenizer: {name: words}
+  context_length: 1024
+env: {name: textworldexpress}
+tasks:
+  train: {name: env, args: {tiers: [coin], num_tasks: 12}}
+rollout: {max_tokens_per_turn: 100, max_turns: 3, max_retries: 0, concurrency: 6}
+rl: {steps: 1, groups_per_step: 6, group_size: 2}
+"""
+
+
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def make(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Run]]:
     recipe, opened = tmp_path / "recipe.yaml", ExitStack()
-    recipe.write_text(RECIPE)
+    recipe.write_text(getattr(request, "param", RECIPE))
     folder, config = RunFolder(tmp_path), load_config(recipe)
     tokenizer = make_tokenizer(config, read_splits(config).train, ())  # outside of an event loop
     tokenizer.save_pretrained(folder.tokenizer)
@@ -106,6 +121,27 @@ async def test_the_bits_do_not_depend_on_the_number_of_processes(
     assert len(pids) == number - 1
     await many.collector.close()
     assert not any(map(alive, pids))
+
+
+@needs_native
+@pytest.mark.parametrize("make", [COIN], indirect=True)
+async def test_processes_have_engines_of_their_own(make: Callable[..., Run]) -> None:
+    pytest.importorskip("textworld_express", reason="needs the extra textworldexpress")
+    from ludus.envs.java.machine import find_java
+
+    try:
+        find_java("textworldexpress")
+    except ConfigError as missing:
+        pytest.skip(str(missing))
+    one, two = make("rollout.processes=1"), make("rollout.processes=2")
+    assert two.collector.processes is not None
+    for step in range(2):
+        groups = await play(one, step)
+        episodes = [t for g in groups for t in g.trajectories]
+        assert all(t.status.trainable for t in episodes)
+        assert any(len(t.segments) > 3 for t in episodes), "no step was played"
+        assert told(await play(two, step)) == told(groups)
+    await two.collector.close()
 
 
 @needs_native

@@ -67,7 +67,7 @@ MINIBATCH = 32
 """Fewest episodes of an optimizer step in RL. Four steps learn faster than one of all episodes
 (docs/log.md)."""
 
-RL_SHARE, RL_SHARE_HARD = 0.6, 0.4
+RL_SHARE, RL_SHARE_HARD = 0.6, 0.5
 """Least share of the minutes for RL; the second where SFT is not expected to reach its target in
 the rest: SFT learns faster than RL from nothing."""
 

@@ -58,6 +58,7 @@ class Engine:
     """A Java engine: the class of an episode's engine object, and the location of its static state.
 
     `counters` are static longs that belong to an episode, as (class of a Scala object, field).
+    `draws`: steps draw from the global random generator, so its state belongs to an episode too.
     `variant` is a static setting shared by all episodes; each variant has its own JVMs.
     """
 
@@ -65,6 +66,7 @@ class Engine:
     jar: str
     interface: str
     counters: tuple[tuple[str, str], ...] = ()
+    draws: bool = True
     variant: str = ""
 
 
@@ -197,7 +199,7 @@ class Jvm:
 
     def enter(self, place: Place) -> None:
         """Save the static state of the previous episode and restore that of this episode."""
-        if self._last is place:
+        if self._last is place or not (self.engine.draws or self.engine.counters):
             return
         if self._last is not None:
             self._last.statics = self._statics.read()

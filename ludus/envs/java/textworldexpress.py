@@ -27,11 +27,14 @@ from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.types import Message, Observation, StepResult, Task
 from ludus.envs.actions import Guide, MaxSteps, OneTool, act_tool, action_text, answer, printable
 from ludus.envs.base import NoExpert
-from ludus.envs.java.machine import Engine, find_java
+from ludus.envs.java.machine import Engine, Jvm, find_java
 from ludus.envs.java.pool import JvmEnv, NumJvms, Session, pool_of
 
 ENGINE = Engine(
-    name="textworldexpress", jar=JAR_PATH, interface="textworldexpress.runtime.PythonInterface"
+    name="textworldexpress",
+    jar=JAR_PATH,
+    interface="textworldexpress.runtime.PythonInterface",
+    draws=False,  # only arithmetic's generator does, and each call to it begins with a seed
 )
 
 GAMES: dict[str, int] = {
@@ -77,6 +80,7 @@ class TextWorldExpress(JvmEnv, OneTool):
 
     success_at: ClassVar[float] = 0.999  # the sum of fractions, rounded
     max_turns: ClassVar[int] = 50
+    several_processes: ClassVar[bool] = True
     tool = act_tool()
 
     def __init__(
@@ -107,21 +111,24 @@ class TextWorldExpress(JvmEnv, OneTool):
         )
 
     def _load(self, session: Session) -> tuple[str, tuple[str, ...]]:
-        session.seed(self._game.seed)  # arithmetic's generator draws from the engine's global one
-        return session.run(lambda engine: self._generate(engine, session.jvm.classes))
+        return session.run(lambda engine: self._generate(engine, session.jvm))
 
-    def _generate(self, engine: Any, classes: Any) -> tuple[str, tuple[str, ...]]:
+    def _generate(self, engine: Any, jvm: Jvm) -> tuple[str, tuple[str, ...]]:
         """Generate the game. Returns its opening and its gold path."""
-        game = self._game
+        game, classes = self._game, jvm.classes
+        if game.name == "arithmetic":  # its generator draws from the engine's global one
+            jvm.seed(game.seed)
         if game.name == "sorting":  # in the same call, so that no other game uses the copy
             _renew_problem(classes, game)
-        if error := engine.load(game.name, ""):
-            raise EnvError(f"textworldexpress: {game.name}: {error}")
+        # Loading reads the engine's lists of objects, which takes longer than all else.
+        if engine.__dict__.get("loaded") != game.name:
+            if error := engine.load(game.name, ""):
+                raise EnvError(f"textworldexpress: {game.name}: {error}")
+            engine.loaded = game.name
         drawn = game.name not in UNSEEDED
         state = json.loads(engine.generateNewGameJSON(game.seed, game.fold, drawn))
-        if game.name == "coin":
-            path = _way_to_coin(engine.game())
-        else:
+        path: tuple[str, ...] = ()
+        if game.name != "coin":  # whose way is found when it is asked for
             if game.name == "twc":
                 _draw_tidying(engine, classes, game)
             actions = classes.java.lang.String.join("\n", engine.getGoldActionSequence())
@@ -168,9 +175,15 @@ class TextWorldExpress(JvmEnv, OneTool):
         )
 
     def expert_action(self) -> str:
-        """The next action of the engine's gold path. Errors: NoExpert after leaving that path."""
+        """The next action of the engine's gold path, in `coin` of the shortest way from here.
+
+        Errors: NoExpert after leaving that path.
+        """
         if self._session is None:
             raise NoExpert("textworldexpress: no episode is being played")
+        taken = tuple(self._taken)
+        if self._game.name == "coin" and (not self._gold or self._gold[: len(taken)] != taken):
+            self._gold = taken + self._session.run(lambda engine: _way_to_coin(engine.game()))
         return self._next_of(self._gold)
 
     @classmethod
@@ -217,7 +230,7 @@ def _renew_problem(classes: Any, game: Game) -> None:
 
 
 def _way_to_coin(game: Any) -> tuple[str, ...]:
-    """Returns the fewest commands that take the coin; empty: it cannot be reached.
+    """Returns the fewest commands that take the coin from here; empty: it cannot be reached.
 
     The engine's own path is a random walk of up to 26 rooms, so it is computed from the map.
     """

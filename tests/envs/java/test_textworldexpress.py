@@ -129,11 +129,42 @@ async def test_the_actions_are_listed_on_request_and_mistakes_told() -> None:
     assert "take coin" in with_actions.splitlines()[-1]
     reply = (await act(shown, "dance")).messages[0].content
     assert reply.startswith("Unknown action")
-    with pytest.raises(NoExpert):
-        shown.expert_action()
     result = await act(hidden, "dance")
     assert (result.terminated, result.truncated, result.reward) == (False, True, 0)
     await shown.close()
+
+
+@pytest.mark.parametrize("game", sorted(set(GAMES) - {"coin"}))
+async def test_off_its_path_there_is_no_expert(game: str) -> None:
+    env = TextWorldExpress()
+    await env.reset(TextWorldExpress.task(game, 3))
+    env.expert_action()
+    await act(env, "dance")
+    with pytest.raises(NoExpert):
+        env.expert_action()
+    await env.close()
+
+
+async def test_the_expert_of_coin_goes_on_from_where_the_policy_stands() -> None:
+    """After a mistake, after the first door of another way, and after turning back."""
+    back = {"north": "south", "south": "north", "east": "west", "west": "east"}
+    for seed in range(10):
+        env = TextWorldExpress()
+        first = (await env.reset(TextWorldExpress.task("coin", seed))).messages[0].content
+        straight = env.expert_action()
+        await act(env, "dance")
+        assert env.expert_action() == straight
+        listed = [action.strip() for action in first.splitlines()[-1].split(",")]
+        doors = [a for a in listed if "open door" in a and a != straight]
+        for door in doors[:1]:
+            way = door.split()[-1]
+            await act(env, f"open door to {way}")
+            await act(env, f"move {way}")
+            assert env.expert_action() == f"move {back[way]}"
+        total, result = await win(env)
+        assert total == pytest.approx(1.0)
+        assert result.info["success"]
+        await env.close()
 
 
 @pytest.mark.parametrize(
