@@ -26,7 +26,7 @@ from ludus.core.files import searched
 from ludus.core.types import Spec, Task
 from ludus.tasks import READERS
 from ludus.tasks.fields import REMEDIES, REMEDY, FieldMapping, NoField
-from ludus.tasks.splits import Taken
+from ludus.tasks.splits import Taken, fingerprint
 
 OnBadLine = Literal["refuse", "skip"]
 
@@ -283,9 +283,19 @@ def _made(maker: TaskMaker, tier: str | None, seed: int) -> Task:
 
 def _further(maker: TaskMaker, tier: str | None, seed: int, taken: Taken) -> tuple[Task, int]:
     """Returns the first task from `seed` on that is not taken, and the seed after it."""
+    different: set[str] = set()
     for further in range(seed, seed + _MAX_TRIES):
         if not taken(task := _made(maker, tier, further)):
             return task, further + 1
+        different.add(fingerprint(task))
+    if len(different) == 1:
+        name = getattr(maker, "__name__", type(maker).__name__)
+        raise DataError(
+            f"{name}.task({tier!r}, seed) makes the same task of {_MAX_TRIES} seeds (data "
+            f"{str(task.data):.80}), and training has it, so no held-out task is left: put what "
+            "the seed changes into Task.data, from which `reset` takes it; of an environment with "
+            "one task only, `tasks.allow_overlap: true` evaluates on it"
+        )
     raise DataError(
         f"tier {tier}: training has the tasks of {_MAX_TRIES} seeds in a row, {seed} to "
         f"{seed + _MAX_TRIES - 1}, so no held-out task is left: give `tasks.train` fewer tasks of "

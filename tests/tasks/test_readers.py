@@ -214,6 +214,18 @@ def test_tasks_that_are_taken_are_replaced_by_further_seeds_of_their_tier():
         read_tasks(Spec(name="env", args={"num_tasks": 1}), maker=Levels, taken=lambda _: True)
 
 
+def test_an_environment_with_one_task_only_is_told():
+    class One(Levels):
+        @classmethod
+        def task(cls, tier, seed):
+            return Task(id=f"{tier}-{seed}", tier=tier, data={"size": 3})
+
+    tasks = read_tasks(Spec(name="env", args={"num_tasks": 3}), maker=One)
+    assert len(tasks) == 3
+    with pytest.raises(DataError, match=r"One\.task\('easy', seed\) makes the same .* Task\.data"):
+        read_tasks(Spec(name="env", args={"num_tasks": 1}), maker=One, taken=lambda _: True)
+
+
 def test_a_method_that_makes_no_task_is_named():
     class Wrong(Levels):
         @classmethod
