@@ -292,7 +292,7 @@ def _further(maker: TaskMaker, tier: str | None, seed: int, taken: Taken) -> tup
         name = getattr(maker, "__name__", type(maker).__name__)
         raise DataError(
             f"{name}.task({tier!r}, seed) makes the same task of {_MAX_TRIES} seeds (data "
-            f"{str(task.data):.80}), and training has it, so no held-out task is left: put what "
+            f"{task.data!s:.80}), and training has it, so no held-out task is left: put what "
             "the seed changes into Task.data, from which `reset` takes it; of an environment with "
             "one task only, `tasks.allow_overlap: true` evaluates on it"
         )

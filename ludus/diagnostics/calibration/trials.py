@@ -17,7 +17,7 @@ from ludus.backends.local import LocalBackend
 from ludus.config.schema import RunConfig
 from ludus.config.training import SFTUntilConfig
 from ludus.core.errors import ConfigError
-from ludus.core.types import Group
+from ludus.core.types import Group, Status
 from ludus.data.conversations import Conversation, replay_all
 from ludus.data.splits import Splits
 from ludus.loop.loop import Stage, run_stage
@@ -51,6 +51,10 @@ TEMPERATURES = (1.0, 1.2)
 NUM_GROUPS = 32
 """Groups that are played at each temperature."""
 
+KEPT_S = 0.3e-3
+"""Seconds per episode that a run takes to keep a step and that the trial's steps do not: measured
+with short episodes, where it is a fifth of a step (docs/log.md)."""
+
 GROUPS_S = 5.0
 """Seconds of these groups above which there are fewer, and likewise in the timed steps of RL."""
 
@@ -67,6 +71,8 @@ class Trial:
         curve: steps of SFT and success of sampled episodes.
         signal: share of groups with different rewards, by temperature; `success` likewise.
         rl_step_s: of a step with the groups of the configuration.
+        growth: turns of an episode when RL begins, over those of the trial, which a policy that
+            does not end its turns cuts short.
         chance: success of random actions.
     """
 
@@ -77,6 +83,7 @@ class Trial:
     success: dict[float, float] = field(default_factory=dict)
     rl_step_s: float = 0.0
     eval_s: float = 0.0
+    growth: float = 1.0
     chance: float = 0.0
 
     @property
@@ -138,7 +145,7 @@ async def try_out(
                 break
         _, best, stage, step = next(item for item in runs if item[0] == trial.rate)
         await _sft(best, stage, step, trial, begun + 0.7 * seconds, say)
-        await _rl(best, trial, begun + seconds, say, slow)
+        await _rl(best, trial, begun + seconds, say, slow, turns_at_start(config, conversations))
     except OutOfMemory as error:  # its keys are those of a recipe, which does not exist yet
         raise ConfigError(
             "memory does not suffice for a step of training with a context of "
@@ -163,6 +170,26 @@ def unseen_loss(made: Run, conversations: Sequence[Conversation]) -> float:
     scorer = Scorer(trainer.learner.forward, config.sft.tokens_per_batch, pad_id=0)
     scored = scorer([Group("unseen", tasks[0], played)], "learner_logprobs")[0].trajectories
     return -fmean(p for t in scored for s in t.segments for p in s.learner_logprobs or ())
+
+
+def turns_at_start(config: RunConfig, conversations: Sequence[Conversation]) -> float:
+    """Turns of an episode when RL begins: where it succeeds those of the expert, else all."""
+    until = (config.sft and config.sft.until) or SFTUntilConfig()
+    of_expert = fmean(sum(m.role == "assistant" for m in c.messages) for c in conversations)
+    most = config.rollout.max_turns
+    longest = most if isinstance(most, int) else 1
+    return until.success * of_expert + (1 - until.success) * longest
+
+
+def growth(groups: Sequence[Group], turns: float) -> float:
+    """Turns of these episodes if those that a turn without an end cut go on for `turns`, over their
+    turns now."""
+    now = then = 0.0
+    for played in (t for group in groups for t in group.trajectories if t.status.trainable):
+        cut = played.status is Status.TRUNCATED_LENGTH and "context" not in (played.error or "")
+        own = max(played.num_turns, 1)
+        now, then = now + own, then + (max(own, turns) if cut else own)
+    return then / now if now else 1.0
 
 
 def _at_rate(config: RunConfig, rate: float) -> RunConfig:
@@ -211,9 +238,14 @@ async def _sft(
 
 
 async def _rl(
-    run_: Run, trial: Trial, until: float, say: Callable[[str], None], slow: bool
+    run_: Run,
+    trial: Trial,
+    until: float,
+    say: Callable[[str], None],
+    slow: bool,
+    turns: float,
 ) -> None:
-    """Play groups at each temperature, then time RL."""
+    """Play groups at each temperature, then time RL, whose episodes will have about `turns`."""
     rl = run_.config.rl
     assert rl is not None
     number = FEW_GROUPS if slow else _affordable(trial, run_.config, NUM_GROUPS)
@@ -221,6 +253,8 @@ async def _rl(
     for temperature in TEMPERATURES[:1] if slow else TEMPERATURES:
         collector = run_.collector.with_config("trial", temperature=temperature)
         groups = await collector.collect(tasks, 0, rl.group_size)
+        if not trial.signal:
+            trial.growth = growth(groups, turns)
         measured = group_metrics(groups)
         trial.signal[temperature] = measured["rollout/groups_with_signal"]
         trial.success[temperature] = measured.get("rollout/success", 0.0)
@@ -235,7 +269,9 @@ async def _rl(
     await _steps(timed, stage, metrics, 0, 1)
     if time.perf_counter() < until:
         await _steps(timed, stage, metrics, 1, 1 + RL_STEPS)
-    trial.rl_step_s = metrics.mean("time/step_s", RL_STEPS) * rl.groups_per_step / number
+    step_s = trial.growth * metrics.mean("time/step_s", RL_STEPS) + KEPT_S * number * rl.group_size
+    trial.rl_step_s = step_s * rl.groups_per_step / number
+    trial.eval_s *= trial.growth
 
 
 def _affordable(trial: Trial, config: RunConfig, most: int) -> int:

@@ -11,13 +11,13 @@ import pytest
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
-from ludus.core.types import Message, Spec, Task
+from ludus.core.types import Group, Message, Spec, Status, Task
 from ludus.data.conversations import Conversation
 from ludus.diagnostics.calibration import trials
 from ludus.diagnostics.calibration.first import base
 from ludus.diagnostics.calibration.subject import Subject
 from ludus.diagnostics.calibration.tokens import trained
-from ludus.diagnostics.calibration.trials import Trial, try_out, unseen_loss
+from ludus.diagnostics.calibration.trials import Trial, growth, try_out, unseen_loss
 from ludus.pipeline.build import Run
 from ludus.pipeline.tokenizer import make_renderers
 from ludus.train.learner import OutOfMemory
@@ -54,3 +54,21 @@ async def test_memory_that_does_not_suffice_is_told_without_keys_of_a_recipe(
     monkeypatch.setattr(trials, "build", fails)
     with pytest.raises(ConfigError, match=r"memory does not suffice .* 64 tokens: choose shorter"):
         await try_out(recipe(64), tmp_path, cast(Any, None), None, [], 1.0, print)
+
+
+def test_episodes_cut_by_a_turn_without_an_end_count_as_those_of_later_steps() -> None:
+    def played(turns: int, status: Status, error: str | None = None) -> Any:
+        return SimpleNamespace(num_turns=turns, status=status, error=error)
+
+    ended = [played(4, Status.COMPLETED), played(11, Status.TRUNCATED_TURNS)]
+    full = played(9, Status.TRUNCATED_LENGTH, "the context is full")
+    endless = [played(2, Status.TRUNCATED_LENGTH, "a turn"), played(0, Status.TRUNCATED_LENGTH)]
+    failed = played(30, Status.ERROR_ENV)
+
+    def of(*trajectories: Any) -> float:
+        return growth([cast(Group, SimpleNamespace(trajectories=trajectories))], 8.4)
+
+    assert of(*ended, full, failed) == 1.0
+    assert of(*endless) == 8.4 * 2 / 3
+    assert of(*ended, *endless) == (15 + 16.8) / 18
+    assert of() == 1.0
