@@ -204,6 +204,12 @@ class Env(ABC):
         return cls.blocking
 
     @classmethod
+    def expert_knows_more(cls, task: Task, **args: Any) -> bool:
+        """True if the expert knows what the agent must find out first, such as the room of a hidden
+        coin. `ludus init` then gives an agent twice the expert's turns."""
+        return False
+
+    @classmethod
     def works(cls, **args: Any) -> str:
         """Processes and devices that an environment with these arguments computes on besides its
         own process, for `ludus plan`; empty: none."""

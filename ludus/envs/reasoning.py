@@ -156,6 +156,7 @@ class Reasoning(OneTool):
     success_at: ClassVar[float] = 1.0
     max_turns: ClassVar[int] = 1
     cheap_reset: ClassVar[bool] = True
+    several_processes: ClassVar[bool] = True
     tool = tool_spec(
         "answer", "Give the answer.", text={"type": "string", "description": "The answer alone."}
     )

@@ -144,6 +144,26 @@ async def test_processes_have_engines_of_their_own(make: Callable[..., Run]) -> 
     await two.collector.close()
 
 
+SUMS = (
+    COIN.replace("textworldexpress", "reasoning")
+    .replace("[coin]", "[chain_sum, spell_backward]")
+    .replace("max_tokens_per_turn: 100, max_turns: 3", "max_tokens_per_turn: 8")
+)
+
+
+@needs_native
+@pytest.mark.parametrize("make", [SUMS], indirect=True)
+async def test_processes_generate_the_same_tasks_of_reasoning(make: Callable[..., Run]) -> None:
+    one, two = make("rollout.processes=1"), make("rollout.processes=2")
+    assert two.collector.processes is not None
+    groups = await play(one)
+    episodes = [t for g in groups for t in g.trajectories]
+    assert all(t.status.trainable for t in episodes)
+    assert len({str(t.segments[0].message) for t in episodes}) > 4
+    assert told(await play(two)) == told(groups)
+    await two.collector.close()
+
+
 @needs_native
 async def test_new_weights_reach_all_processes(make: Callable[..., Run]) -> None:
     one, two = make("rollout.processes=1"), make("rollout.processes=2")

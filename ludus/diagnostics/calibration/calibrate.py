@@ -94,6 +94,7 @@ class Calibration:
         conversations: what SFT shows.
         distinct: about how many different tasks there are.
         steps, start: how the minutes are divided; for a pretrained model its starting values.
+        searches: the expert knows what an agent must find out first.
         seconds: that the calibration took.
     """
 
@@ -108,6 +109,7 @@ class Calibration:
     trial: Trial
     steps: choices.Steps | None
     start: Start | None
+    searches: bool = False
     warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -174,7 +176,8 @@ def _calibrate(
     most = choices.MOST_HELDOUT if model is None else choices.NUM_HELDOUT
     config = with_tasks(config, subject, distinct, reset_s, most)
     config, splits = with_splits(config)
-    config, lengths = with_lengths(config, subject, expert.turns, shown)
+    searches = subject.searches(tasks[0])
+    config, lengths = with_lengths(config, subject, expert.turns, shown, searches)
     say(
         f"tokens: prompts to {lengths.prompt_max}, turns {lengths.turn_mean:.1f} to "
         f"{lengths.turn_max}, episodes {lengths.episode_mean:.0f} to {lengths.episode_max}; "
@@ -236,7 +239,7 @@ def _calibrate(
     ]
     return Calibration(
         subject, config, of_training, expert, lengths, vocabulary, unknown, distinct, trial,
-        planned, start, warnings,
+        planned, start, searches, warnings,
     )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ MAX_CONTEXT = 4096
 """Longest context of a small model on a CPU."""
 
 MAX_TURNS = 100
+SEARCH = 2
+"""Turns of an agent over those of an expert that knows what the agent must find out."""
 """Longest episodes of a small model on a CPU."""
 
 COMPARE_S = 15.0
@@ -121,16 +123,17 @@ def tokens_per_turn(lengths: Lengths) -> int:
     return math.ceil(1.25 * lengths.turn_max) + 1
 
 
-def turns(expert: Sequence[int], own_limit: int) -> int:
+def turns(expert: Sequence[int], own_limit: int, searches: bool = False) -> int:
     """Maximum turns: those of 90 % of the expert's episodes and a quarter more, at most MAX_TURNS.
     Episodes that fail go on to the limit, and take most of the time.
 
     The environment's own limit counts where the expert keeps it; it is a default, which many levels
-    exceed.
+    exceed. `searches`: the agent needs twice the turns, because it must find what the expert knows.
     """
     if expert[-1] == 1 and own_limit == 1:
         return 1
-    wanted = max(math.ceil(1.25 * percentile(expert, 0.9)) + 1, 2)
+    margin = 1.25 * SEARCH if searches else 1.25
+    wanted = max(math.ceil(margin * percentile(expert, 0.9)) + 1, 2)
     return min(wanted, own_limit if expert[-1] <= own_limit else MAX_TURNS)
 
 

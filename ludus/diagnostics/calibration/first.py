@@ -180,8 +180,10 @@ def with_lengths(
     subject: Subject,
     expert_turns: Sequence[int],
     conversations: Sequence[Conversation],
+    searches: bool = False,
 ) -> tuple[RunConfig, choices.Lengths]:
-    """Turns, tokens of a turn, the context and episodes of a step, by the expert's episodes."""
+    """Turns, tokens of a turn, the context and episodes of a step, by the expert's episodes.
+    `searches`: the expert knows what an agent must find out first."""
     tokenizer = tokens.trained(config, conversations, ())
     lengths = tokens.lengths(config, tokenizer, conversations)
     maker = subject.maker()
@@ -194,7 +196,7 @@ def with_lengths(
         }
         lengths = replace(lengths, **own)
     room = choices.tokens_per_turn(lengths)
-    most = choices.turns(expert_turns or [own_limit], own_limit)
+    most = choices.turns(expert_turns or [own_limit], own_limit, searches and bool(expert_turns))
     context = choices.context(lengths, most, room)
     rollout = config.rollout.model_copy(
         update={

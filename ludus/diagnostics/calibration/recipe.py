@@ -155,6 +155,8 @@ def _rollout(c: Calibration) -> Iterator[Line]:
     longest = f"the expert's longest turn: {c.lengths.turn_max}" if turns else ""
     yield "max_tokens_per_turn", rollout.max_tokens_per_turn, longest
     told = f"the expert: {fmean(turns):.1f}, at most {turns[-1]}" if turns else "no expert"
+    if turns and c.searches:
+        told += "; twice that, for it knows what an agent must find"
     yield "max_turns", rollout.max_turns, told
     yield "concurrency", rollout.concurrency, ""
     shares = [f"{share:.0%} at {at:g}" for at, share in c.trial.signal.items()]

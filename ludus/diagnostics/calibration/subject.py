@@ -90,6 +90,12 @@ class Subject:
             return False
         return is_blocking(ENVS.load(self.env.name), task, self.env.args)
 
+    def searches(self, task: Task) -> bool:
+        """True if the expert knows what an agent must find out first."""
+        maker = self.maker()
+        known = getattr(type(maker), "expert_knows_more", None)  # a user's class need not have it
+        return bool(self.env and known and known(task, **self.env.args))
+
     @property
     def heldout_tiers(self) -> Sequence[str]:
         """The levels that the environment holds out for these, `LEVEL/test`; empty: none."""

@@ -56,6 +56,10 @@ NUM_SEEDS = 1000
 UNSEEDED = frozenset({"coin", "twc"})
 """Games whose engine draws the gold path from an unseeded generator: another path each time."""
 
+HIDDEN = frozenset({"coin"})
+"""Games whose expert knows where the thing is that the agent looks for. A search by the rules alone
+finds the coin in 11 turns in 52 % of the games, in 16 in 74 %, in 24 in 92 %."""
+
 TRIES = 50
 """Maximum number of walks for a gold path of `twc`, as in the engine."""
 
@@ -109,6 +113,10 @@ class TextWorldExpress(JvmEnv, OneTool):
         return Observation(
             messages=[Message(role="user", content=text)], info={"game": self._game.name}
         )
+
+    @classmethod
+    def expert_knows_more(cls, task: Task, **args: Any) -> bool:
+        return _named(task).name in HIDDEN
 
     def _load(self, session: Session) -> tuple[str, tuple[str, ...]]:
         return session.run(lambda engine: self._generate(engine, session.jvm))

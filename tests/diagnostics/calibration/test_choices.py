@@ -32,6 +32,8 @@ def test_turns_leave_the_expert_a_quarter_more() -> None:
     assert choices.turns([40] * 10, own_limit=20) == 51  # a default that the level exceeds
     assert choices.turns([300] * 10, own_limit=20) == choices.MAX_TURNS
     assert choices.turns([1] * 10, own_limit=1) == 1
+    assert choices.turns([8] * 10, own_limit=50, searches=True) == 21
+    assert choices.turns([4] * 10, own_limit=5, searches=True) == 5
 
 
 def test_a_context_holds_the_turns_of_a_failing_episode() -> None:
