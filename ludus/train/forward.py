@@ -42,6 +42,9 @@ TOLERANCE = 1e-4
 """Relative to the largest hidden state; rounding errors in float32 are about 1e-6."""
 TRIAL_WINDOW = 2
 """Sliding windows in a trial, whose samples have up to five tokens."""
+SMALL_PASS = 6e8
+"""Tokens times weights of a pass below which one thread is faster than several: waiting for each
+other takes longer than the work that threads share (measured with 0.8 M weights, docs/log.md)."""
 UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)
 """Errors of a model that does not support an attention."""
 
@@ -74,6 +77,8 @@ class Forward:
         self.vocabulary = vocabulary
         self.temperature = temperature
         self.device = next(model.parameters()).device
+        self.small_pass = SMALL_PASS
+        self._num_weights = sum(p.numel() for p in model.parameters())
         self.head: Head | None = find_head(model)
         self._layers: CompiledLayers | FusedLayers | None = None
         self._windows: list[int] | None = _windows(model, context_length)
@@ -99,14 +104,29 @@ class Forward:
 
     @contextmanager
     def passes(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Context of a forward pass and its backward: precision and attention."""
+        """Context of a forward pass and its backward: threads, precision and attention."""
         autocast = self.settings.dtype == "bfloat16"
         with ExitStack() as stack:
+            stack.enter_context(self._threads(micro_batch))
             stack.enter_context(torch.autocast(self.device.type, torch.bfloat16, enabled=autocast))
             stack.enter_context(self._attending(micro_batch))
             if self._layers is not None:
                 stack.enter_context(self._layers.active())
             yield
+
+    @contextmanager
+    def _threads(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """One thread for a small pass on the CPU."""
+        number = torch.get_num_threads()
+        small = micro_batch.token_ids_RT.numel() * self._num_weights < self.small_pass
+        if number == 1 or not small or self.device.type != "cpu":
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(number)
 
     @contextmanager
     def _attending(self, micro_batch: MicroBatch) -> Iterator[None]:

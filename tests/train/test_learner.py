@@ -438,6 +438,32 @@ def test_a_fresh_process_repeats_every_bit() -> None:
     assert there.stdout.split() == [three_steps(1)]
 
 
+def test_a_small_pass_takes_one_thread() -> None:
+    """Batch by batch, so the bits do not depend on what was trained before."""
+    learner = make_learner(policy())
+    few, many = make_batch(make_samples(2), 4096), make_batch(make_samples(40), 4096)
+    limit = 2.0 * few.micro_batches[0].token_ids_RT.numel()
+    learner.forward.small_pass = limit * sum(p.numel() for p in learner.parameters)
+    seen: set[tuple[bool, int]] = set()
+
+    def look(_module: Any, _args: Any, kwargs: Any) -> None:
+        seen.add((kwargs["input_ids"].numel() < limit, torch.get_num_threads()))
+
+    learner.model.model.register_forward_pre_hook(look, with_kwargs=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for batch in (few, many, few):
+            learner.train_step(batch, SURROGATE)
+            assert torch.get_num_threads() == 3
+        with pytest.raises(TrainingError, match="the loss is nan"):
+            learner.train_step(make_batch(spoiled(make_samples(2), float("nan"))), SURROGATE)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {(True, 1), (False, 3)}
+
+
 # Precision, recomputation, compilation
 
 
