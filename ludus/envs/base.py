@@ -153,6 +153,22 @@ def is_blocking(env_class: Any, task: Task, args: Mapping[str, Any]) -> bool:
     return bool(getattr(env_class, "blocking", True))
 
 
+def expert_knows_more(env_class: Any, task: Task, args: Mapping[str, Any]) -> bool:
+    """Returns what `Env.expert_knows_more` says. Errors: EnvError where it cannot be called, or
+    answers with something else than True or False."""
+    if not hasattr(env_class, "expert_knows_more"):  # a class that is not derived from Env
+        return False
+    name = f"{env_class.__name__}.expert_knows_more"
+    form = "write `@classmethod def expert_knows_more(cls, task, **args) -> bool`"
+    try:
+        answer = env_class.expert_knows_more(task, **args)
+    except Exception as error:
+        raise EnvError(f"{name} raised {type(error).__name__}: {error}; {form}") from error
+    if not isinstance(answer, bool):
+        raise EnvError(f"{name} returned {answer!r:.40}; {form}")
+    return answer
+
+
 class NoExpert(Exception):
     """The environment, level or state has no scripted expert."""
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import takewhile
 from statistics import fmean
 
 from ludus.config.training import SFTUntilConfig
 from ludus.core.seeds import derive_seed
-from ludus.core.types import Group, Task
+from ludus.core.types import Group, Message, Task
+from ludus.data.conversations import Conversation
 from ludus.evaluate import Evaluation
 from ludus.evaluate.results import read_evaluation
 from ludus.pipeline.build import Run
@@ -34,11 +36,28 @@ LABEL = "sft"
 """Label of the measurements: `evaluate/sft` in the store."""
 
 
+def not_shown(train: Sequence[Task], conversations: Sequence[Conversation]) -> list[Task]:
+    """The tasks that no conversation shows: neither by its task's id nor, since the ids of a file
+    `sft.data` are its own, by its opening."""
+    ids = {conversation.task.id for conversation in conversations}
+    openings = {_opening(conversation.messages) for conversation in conversations}
+    return [
+        task
+        for task in train
+        if task.id not in ids and not (task.prompt and _opening(task.prompt) in openings)
+    ]
+
+
+def _opening(messages: Sequence[Message]) -> tuple[str, ...]:
+    """The user's messages before the first turn of the assistant."""
+    first = takewhile(lambda message: message.role != "assistant", messages)
+    return tuple(message.content for message in first if message.role == "user")
+
+
 def unseen(run: Run, number: int) -> list[Task]:
-    """Training tasks without a conversation in SFT, the same in each call; where fewer than
-    LEAST_UNSEEN are left, all training tasks."""
-    shown = {conversation.task.id for conversation in run.conversations if conversation.task}
-    tasks = [task for task in run.splits.train if task.id not in shown]
+    """Training tasks that SFT does not show, the same in each call; where fewer than LEAST_UNSEEN
+    are left, all training tasks."""
+    tasks = not_shown(run.splits.train, run.conversations)
     if len(tasks) < min(number, LEAST_UNSEEN):
         tasks = list(run.splits.train)
     seed = derive_seed(run.config.seed, "sft", "until")

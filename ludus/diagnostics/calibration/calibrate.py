@@ -155,6 +155,7 @@ def _calibrate(
     if subject.env is not None:
         subject = fewer_tiers(subject, folder, say, scratch=model is None)
     tasks = subject.take(NUM_EPISODES, 0)
+    searches = subject.searches(tasks[0])
     expert = play(subject, tasks, folder, say, scratch=model is None)
     good = [d for d in expert.demonstrations if d.success]
     if not good and model is None:
@@ -176,7 +177,6 @@ def _calibrate(
     most = choices.MOST_HELDOUT if model is None else choices.NUM_HELDOUT
     config = with_tasks(config, subject, distinct, reset_s, most)
     config, splits = with_splits(config)
-    searches = subject.searches(tasks[0])
     config, lengths = with_lengths(config, subject, expert.turns, shown, searches)
     say(
         f"tokens: prompts to {lengths.prompt_max}, turns {lengths.turn_mean:.1f} to "
@@ -192,8 +192,10 @@ def _calibrate(
     played: list[RandomEpisode] = []
     if subject.env is not None and good:
         actions = sorted({m.content for d in good for m in d.messages if m.role == "assistant"})
-        played = run(play_random(subject.env, tasks[:200], actions, RANDOM_S, seed))
-        say(random_line(played))
+        most_turns = config.rollout.max_turns
+        assert isinstance(most_turns, int)
+        played = run(play_random(subject.env, tasks[:200], actions, RANDOM_S, seed, most_turns))
+        say(random_line(played, most_turns))
     of_training = conversations_of(config, good, splits.train)
     if subject.kind == "data":
         of_training = of_training[: len(of_training) - choices.undemonstrated(len(of_training))]

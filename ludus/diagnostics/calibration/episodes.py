@@ -266,15 +266,20 @@ def _batch(env: Spec, tasks: Sequence[Task], path: Path, workers: int, timeout_s
 
 
 async def play_random(
-    env: Spec, tasks: Sequence[Task], actions: Sequence[str], seconds: float, seed: int = 0
+    env: Spec,
+    tasks: Sequence[Task],
+    actions: Sequence[str],
+    seconds: float,
+    seed: int = 0,
+    max_turns: int = LONGEST_TURNS,
 ) -> list[RandomEpisode]:
     """Play tasks with actions drawn from `actions`: what a policy gets that knows the words and
-    not when to use them. No episode begins after `seconds`; one under way has as long again."""
+    not when to use them, in as many turns as the policy has. No episode begins after `seconds`; one under way has as long again."""
     rng, won, episodes = random.Random(seed), set[str](), list[RandomEpisode]()
 
     async def wander(env: Recorded) -> None:
         await env.reset(env.task)
-        for _ in range(min(env.max_turns, LONGEST_TURNS)):
+        for _ in range(min(max_turns, LONGEST_TURNS)):
             message = Message(role="assistant", content=rng.choice(actions))
             result = await env.step(message)
             if result.done:
@@ -309,15 +314,17 @@ def success_of_one_answer(good: Sequence[Demonstration]) -> float:
     return most / len(good) if good and answers.total() == len(good) else 0.0
 
 
-def random_line(played: Sequence[RandomEpisode]) -> str:
-    """The success, rewards and speed of random actions."""
+def random_line(played: Sequence[RandomEpisode], max_turns: object) -> str:
+    """The success, rewards and speed of random actions in at most `max_turns` turns."""
     failed = [p for p in played if p.error]
     fine = [p for p in played if not p.error]
     if not fine:
         return f"random actions: every episode failed, {failed[0].error}" if failed else ""
     rewards = [p.reward for p in fine]
+    most = "" if max_turns == 1 else f", at most {max_turns} turns"
     return (
-        f"random actions: {fmean(p.success for p in fine):.0%} of {len(fine)} episodes succeed, "
-        f"reward {fmean(rewards):.2f} (standard deviation {pstdev(rewards):.2f}), a step of the "
+        f"random actions (the expert's, in random order{most}): "
+        f"{fmean(p.success for p in fine):.0%} of {len(fine)} episodes succeed, "
+        f"reward {fmean(rewards):.3g} (standard deviation {pstdev(rewards):.2g}), a step of the "
         f"environment takes {1000 * fmean(p.step_s for p in fine):.2g} ms"
     )

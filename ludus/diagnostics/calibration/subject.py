@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ludus.config.tasks import TasksConfig
-from ludus.core.errors import ConfigError, DataError, did_you_mean
+from ludus.core.errors import ConfigError, DataError, EnvError, did_you_mean
 from ludus.core.files import searched
 from ludus.core.signals import run
 from ludus.core.types import Spec, Task
@@ -28,7 +28,7 @@ from ludus.diagnostics.calibration.rows import (
     unscorable,
 )
 from ludus.envs import ENVS
-from ludus.envs.base import Env, is_blocking
+from ludus.envs.base import Env, expert_knows_more, is_blocking
 from ludus.rollout.threads import in_daemon
 from ludus.tasks import READERS
 from ludus.tasks.readers import (
@@ -91,10 +91,13 @@ class Subject:
         return is_blocking(ENVS.load(self.env.name), task, self.env.args)
 
     def searches(self, task: Task) -> bool:
-        """True if the expert knows what an agent must find out first."""
-        maker = self.maker()
-        known = getattr(type(maker), "expert_knows_more", None)  # a user's class need not have it
-        return bool(self.env and known and known(task, **self.env.args))
+        """True if the expert knows what an agent must find out first. Errors: ConfigError."""
+        if self.env is None:
+            return False
+        try:
+            return expert_knows_more(ENVS.load(self.env.name), task, self.env.args)
+        except EnvError as error:
+            raise ConfigError(str(error)) from error
 
     @property
     def heldout_tiers(self) -> Sequence[str]:

@@ -21,7 +21,7 @@ from typing import Any
 from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, counted
 from ludus.core.types import Message, Spec, Task, ToolCall
 from ludus.envs import ENVS
-from ludus.envs.base import Env, NoExpert, limits_of
+from ludus.envs.base import Env, NoExpert, expert_knows_more, limits_of
 from ludus.envs.checks.outcomes import Outcome, check_outcomes, check_speed
 from ludus.envs.checks.play import Player, Turn, play_in_process
 from ludus.envs.checks.subject import Finding, Subject
@@ -214,6 +214,9 @@ async def _declarations(subject: Subject, player: Player) -> None:
         subject.error("declarations", f"success_at {success_at:g} is outside of score_range")
     if env.max_turns < 1:
         subject.error("declarations", f"max_turns is {env.max_turns}; an episode needs a turn")
+    args = subject.spec.args if subject.spec is not None else {}
+    for task in subject.tasks:
+        expert_knows_more(subject.env_class, task, args)
     await player.close_env(env)
 
 

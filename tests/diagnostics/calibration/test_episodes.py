@@ -11,9 +11,16 @@ from ludus.core.errors import ConfigError
 from ludus.core.signals import run
 from ludus.core.types import Message, Spec, Task
 from ludus.diagnostics.calibration.calibrate import refuse_long, repeated
-from ludus.diagnostics.calibration.episodes import Expert, play_again, play_expert, play_random
+from ludus.diagnostics.calibration.episodes import (
+    Expert,
+    play_again,
+    play_expert,
+    play_random,
+    success_of,
+)
 from ludus.diagnostics.calibration.subject import environment, open_subject
 from ludus.envs import ENVS
+from ludus.envs.checks.check import check_env
 
 ENV = """
 import os, time
@@ -115,6 +122,32 @@ async def test_random_actions_go_on_after_an_error(tmp_path: Path) -> None:
     assert "boom" in errors[0]
     assert {episode.reward for episode in played if not episode.error} == {1.0}
     assert all(episode.success for episode in played if not episode.error)
+
+
+@pytest.mark.parametrize(("max_turns", "success"), [(1, 0.0), (2, 1.0), (40, 1.0)])
+async def test_random_actions_have_the_turns_of_the_recipe(
+    tmp_path: Path, max_turns: int, success: float
+) -> None:
+    """The class's own limit is 3: chance was that of more turns than the policy has."""
+    spec = env(tmp_path)
+    played = await play_random(spec, tasks(spec, 4), ["walk"], seconds=20, max_turns=max_turns)
+    assert success_of(played) == success
+
+
+WRONG = {
+    "def expert_knows_more(self, task): return True": "raised TypeError",
+    "@classmethod\n    def expert_knows_more(cls, task): return 1": "returned 1",
+}
+
+
+@pytest.mark.parametrize(("method", "fault"), WRONG.items(), ids=WRONG.values())
+def test_a_wrong_expert_knows_more_is_told(tmp_path: Path, method: str, fault: str) -> None:
+    path = tmp_path / f"env{next(NUMBER)}.py"
+    path.write_text(f"NOISE = HANGS = False\n{ENV}    {method}\n")
+    with pytest.raises(ConfigError, match=rf"Count.expert_knows_more {fault}.*@classmethod def"):
+        open_subject(f"{path}:Count", {}, []).searches(Task(id="0"))
+    findings = run(check_env(f"{path}:Count", num_tasks=1))
+    assert any(f"expert_knows_more {fault}" in finding.detail for finding in findings)
 
 
 async def test_an_environment_that_hangs_ends_the_random_play(tmp_path: Path) -> None:
