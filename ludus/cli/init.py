@@ -96,6 +96,8 @@ def init(
 
     chosen = [name.strip() for name in tiers.split(",")] if tiers else None
     given = spec(subject, args).args
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out: {out} is a folder: name a file in it")
     written: list[Path] = []
     options = AgentOptions(tasks, env, judge, recipe_with_tools(tools), tools)
     if is_agent(subject):
@@ -147,8 +149,6 @@ def _refuse_files(path: Path, data: Path | None, force: bool, read: Sequence[str
             raise ConfigError(f"{file} is read, and would be replaced: name another with --out")
         if not force:
             raise ConfigError(f"{file} exists: name another file with --out, or use --force")
-    if path.is_dir():
-        raise ConfigError(f"--out: {path} is a folder: name a file in it")
     with _writing(path), tempfile.TemporaryFile(dir=path.parent):  # before two minutes of work
         pass
 

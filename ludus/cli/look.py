@@ -25,6 +25,9 @@ from ludus.core.signals import run
 
 app = typer.Typer()
 
+LOUD = 1_000_000
+"""Bytes that an environment writes in a check from which it is an error."""
+
 
 @app.command()
 def report(run: Run, runs_dir: RunsDir = "runs", store: StoreUrl = None) -> None:
@@ -234,10 +237,12 @@ def check_env_command(
         raise typer.Exit(1) from None
     code = ended.code
     if ended.noise > MAX_NOISE:
-        code = 1
+        loud = ended.noise >= LOUD
+        code = 1 if loud else code
+        much = f"{ended.noise / 1e6:.0f} MB" if loud else f"{ended.noise / 1e3:.0f} kB"
         typer.echo(
-            f"error: output: it writes {ended.noise / 1e6:.0f} MB to standard output or standard "
-            f"error, of which {MAX_NOISE / 1e6:.0f} MB are shown: use logging"
+            f"{'error' if loud else 'note'}: output: it writes {much} to standard output or "
+            f"standard error, of which {MAX_NOISE / 1e3:.0f} kB are shown: use logging"
         )
     if code:
         raise typer.Exit(code)

@@ -25,7 +25,7 @@ from ludus.core.errors import LudusError
 from ludus.core.signals import exit_code
 from ludus.core.with_parent import PR_SET_PDEATHSIG
 
-MAX_NOISE = 1_000_000
+MAX_NOISE = 20_000
 """Bytes of a child's output that are passed on."""
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP)

@@ -7,14 +7,14 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from ludus.config.schema import MarkersConfig
 from ludus.core.errors import EnvError, counted
 from ludus.core.types import Message, Task, ToolCall, Wire
-from ludus.envs.base import Env, awaited, limits_of
+from ludus.envs.base import Env, awaited, expert_action, limits_of
 from ludus.rollout.host import check_opening, check_result, check_total
 from ludus.rollout.tool_use import argument_of
 from ludus.tools.toolbox import Toolbox
@@ -97,7 +97,7 @@ async def run_expert(
                 for code in _codes(env):
                     messages += await blocks.played(code, task.id)
                     num_turns += 1
-            action = _to_message(env, env.expert_action(), num_turns, format)
+            action = _to_message(env, expert_action(env), num_turns, format)
             if rng.random() < mistakes and num_turns - 1 not in wrong:
                 text = mistaken(action.content, [m.content for m in messages], rng)
                 with suppress(LookupError, ValueError, TypeError):  # no tool call has this text
@@ -146,10 +146,8 @@ def mistaken(action: str, texts: Sequence[str], rng: random.Random) -> str:
     return "".join(words)
 
 
-def _to_message(env: Env, action: Any, turn: int, format: Format) -> Message:
+def _to_message(env: Env, action: str, turn: int, format: Format) -> Message:
     """The message for the environment: the action's text, with its tool call in that format."""
-    if not isinstance(action, str):
-        raise EnvError(f"expert_action returned {action!r:.80}; it has to return a text")
     if format != "tools":
         return Message(role="assistant", content=action)
     call = env.call_of(action).model_copy(update={"id": f"call_{turn}"})

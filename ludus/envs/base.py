@@ -96,6 +96,27 @@ def _construction_fault(error: ValidationError) -> str | None:
     return f"{error.title} has {what}; it has to be {right}"
 
 
+FLAGS = ("blocking", "cheap_reset", "several_processes")
+
+
+def tiers_of(env: Any) -> list[str]:
+    """The tiers of an environment or its class. Errors: EnvError for anything else than different
+    names; those of `tiers` but TypeError."""
+    right = 'it has to be a tuple of names, easiest first: ("easy", "hard"), or () without tiers'
+    try:
+        found = env.tiers()
+    except TypeError as error:
+        raise EnvError(
+            f"tiers() raised TypeError: {error}; write `@classmethod def tiers(cls)`"
+        ) from error
+    fine = isinstance(found, Sequence) and not isinstance(found, str | bytes)
+    if not fine or not all(isinstance(tier, str) and tier for tier in found):
+        raise EnvError(f"tiers() returned {found!r:.80}; {right}")
+    if len(set(found)) < len(found):
+        raise EnvError(f"tiers() returned {found!r:.80}, with a name twice; {right}")
+    return list(found)
+
+
 def declaration_fault(env: Any) -> str | None:
     """Returns what is wrong with `score_range`, `success_at` or `max_turns` of an environment, or
     of its class, where they may still be properties; None: nothing."""
@@ -112,6 +133,10 @@ def declaration_fault(env: Any) -> str | None:
             return f"score_range {score_range} is empty"
     if not isinstance(success_at, property) and not _is_number(success_at):
         return f"success_at is {success_at!r:.80}; it has to be a number"
+    for name in FLAGS:
+        flag = getattr(env, name, False)
+        if not isinstance(flag, bool | property):
+            return f"{name} is {flag!r:.80}; it has to be True or False"
     max_turns = getattr(env, "max_turns", Env.max_turns)
     return None if isinstance(max_turns, property) else turns_fault(max_turns)
 
@@ -171,6 +196,17 @@ def expert_knows_more(env_class: Any, task: Task, args: Mapping[str, Any]) -> bo
 
 class NoExpert(Exception):
     """The environment, level or state has no scripted expert."""
+
+
+def expert_action(env: Any) -> str:
+    """Returns the expert's action. Errors: NoExpert; EnvError for anything else than a text."""
+    action: Any = env.expert_action()
+    if inspect.iscoroutine(action):
+        action.close()
+        raise EnvError("expert_action is async: write `def expert_action`")
+    if not isinstance(action, str):
+        raise EnvError(f"expert_action returned {action!r:.80}; it has to return a text")
+    return action
 
 
 class Env(ABC):

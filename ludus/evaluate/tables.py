@@ -43,13 +43,15 @@ def render_evaluation(evaluation: Evaluation) -> RenderableType:
 
 
 def render_comparison(comparison: Comparison) -> RenderableType:
-    """A table for the terminal: success and score, before, after, difference, p-value."""
+    """A table for the terminal: success and score of both, the second minus the first, p-value."""
     c = comparison
-    title = escape(f"{c.a} against {c.b}, {c.success.num_tasks} tasks")
+    title = escape(
+        f"{c.a} against {c.b}, {c.success.num_tasks} tasks; the difference is {c.b} minus {c.a}"
+    )
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("")
-    for name in (c.a, c.b, "difference", f"{100 * c.confidence:g} % interval", "p", "test"):
-        table.add_column(escape(name), justify="right")
+    for name in (c.a, c.b, "difference", f"{100 * c.confidence:g} % interval", "p"):
+        table.add_column(escape(name), justify="right", overflow="fold")
     for tier, difference in c.tiers.items():
         table.add_row(escape(tier), *_difference_cells(difference, percent=True))
     if c.tiers:
@@ -58,7 +60,12 @@ def render_comparison(comparison: Comparison) -> RenderableType:
     table.add_row("score", *_difference_cells(c.score, percent=False))
     left_out = f"; {c.num_left_out} not scored in both" if c.num_left_out else ""
     left_out += f"; {c.num_unpaired} played in one alone" if c.num_unpaired else ""
-    return Rows(table, f"  better on {c.num_better} tasks, worse on {c.num_worse}{left_out}")
+    tests = dict.fromkeys(d.test for d in (*c.tiers.values(), c.success, c.score))
+    return Rows(
+        table,
+        f"  {escape(c.b)} is better on {c.num_better} tasks, worse on {c.num_worse}{left_out}",
+        f"  {'test' if len(tests) == 1 else 'tests'}: {escape(', '.join(tests))}",
+    )
 
 
 def _title(e: Evaluation) -> str:
@@ -90,7 +97,6 @@ def _difference_cells(d: Difference, *, percent: bool) -> list[str]:
         show(d.value),
         "-" if d.low is None else f"{show(d.low)} to {show(d.high)}",
         "< 0.001" if d.p_value < 0.001 else f"{d.p_value:.3f}",
-        d.test,
     ]
 
 

@@ -400,7 +400,7 @@ def _log_native(absence: str) -> None:
     if absence:
         log.warning("no native code, torch computes", reason=absence, remedy=native.REMEDY)
     else:
-        log.info("native code computes")
+        log.debug("native code computes")
 
 
 def _note_skipped(observer: Observer, source: str, lines: Sequence[object]) -> None:

@@ -26,6 +26,13 @@ def refuse_changes(
             f"env.name: run {folder.id} is of {lookup(before, 'env.name')}, not of "
             f"{lookup(config, 'env.name')}: start a new run for another environment"
         )
+    steps = config.rl.steps if config.rl else 0
+    for newest in list_checkpoints(folder.checkpoints)[-1:]:
+        if "rl.steps" in changes and newest.stage == "rl" and newest.step > steps:
+            raise ConfigError(
+                f"rl.steps: run {folder.id} is at RL step {newest.step}, so {steps} has no effect: "
+                "leave it out, or start a new run"
+            )
     of_sft = [key for key in changes if key.partition(".")[0] == "sft"]
     if of_sft and (why := _after_sft(folder, before, config)):
         raise ConfigError(

@@ -250,7 +250,8 @@ def _message(message: Message) -> str:
 
 
 def _heldout(store: RunStore, run: RunRow) -> str:
-    """Success on held-out tasks before RL and in the newest evaluation since, with the paired gain;
+    """Success on held-out tasks before RL and in the newest evaluation since, with the gain on the
+    tasks of both;
     empty where none was evaluated."""
     found = {
         label: steps[-1]
@@ -269,7 +270,7 @@ def _heldout(store: RunStore, run: RunRow) -> str:
         gain, low, high = (newest.metrics.get(name) for name in names)
         if gain is not None and low is not None and high is not None:
             level = 100 * (run.config.get("evaluate") or {}).get("confidence", 0.95)
-            told[-1] += f" (paired gain {100 * gain:+.1f} points, {level:g} % interval "
+            told[-1] += f" ({100 * gain:+.1f} points on the tasks of both, {level:g} % interval "
             told[-1] += f"{100 * low:.1f} to {100 * high:.1f})"
     return ", ".join(told)
 

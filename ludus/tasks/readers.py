@@ -361,8 +361,11 @@ def check_encoding(file: Path) -> None:
     Errors: DataError.
     """
     with file.open("rb") as opened:
-        encoding = json.detect_encoding(opened.read(4))
+        start = opened.read(400)
+    encoding = json.detect_encoding(start[:4])
     if not encoding.startswith("utf-8"):
+        if start.decode(encoding, errors="ignore").lstrip("\ufeff \t\r\n")[:1] not in ("{", "["):
+            raise DataError(f"{file} is not text: it has to be a file of JSON lines, in UTF-8")
         raise DataError(
             f"{file} is in {encoding.upper()}, and has to be in UTF-8: "
             f"`iconv -f {encoding.upper()} -t UTF-8 {file} > NEW_FILE` converts it"

@@ -183,6 +183,9 @@ def test_what_cannot_be_resumed_is_refused(ludus: Ludus, reference: Ludus) -> No
     ludus("train", "--resume", "tiny-1", "sft.observation_weight=0.5").refused(
         2, "sft.observation_weight: SFT of run tiny-1 has ended (RL is at step 5)", "new run"
     )
+    ludus("train", "--resume", "tiny-1", "rl.steps=3").refused(
+        2, "rl.steps: run tiny-1 is at RL step 5, so 3 has no effect", "new run"
+    )
     assert ludus.status() == "completed"
     assert_same(ludus, reference)
     ludus(*more, "tasks.train.args.num_tasks=65").refused(1, "another task list")

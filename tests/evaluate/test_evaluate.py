@@ -307,4 +307,5 @@ def test_rendering_says_what_counts():
     text = printed(render_comparison(compare(before, after)))
     assert "after SFT against b, 3 tasks" in text
     assert "+33.3" in text
-    assert "better on 2 tasks, worse on 0" in text
+    assert "b is better on 2 tasks, worse on 0" in text
+    assert "the difference is b minus after SFT" in text

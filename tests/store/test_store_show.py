@@ -186,8 +186,8 @@ def test_held_out_success_before_and_after_rl_is_told_first(local: RunStore) -> 
     assert line() == "held-out success 51.3 % before RL, 60.0 % at step 40"
     local.record_step("run-1", "evaluate/after", 0, [], {"evaluate/success": 0.638, **gain})
     assert line() == (
-        "held-out success 51.3 % before RL, 63.8 % after (paired gain +12.5 points, 95 % interval "
-        "8.4 to 16.6)"
+        "held-out success 51.3 % before RL, 63.8 % after (+12.5 points on the tasks of both, 95 % "
+        "interval 8.4 to 16.6)"
     )
 
 

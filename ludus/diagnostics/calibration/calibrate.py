@@ -167,9 +167,10 @@ def _calibrate(
     half = max(len(shown) // 2, 1)
     config, vocabulary, unknown = tokenizer_for(config, shown[:half], shown[half:])
     if model is None:
+        turns = "answers" if subject.kind == "data" else "expert's turns"
         say(
             f"tokenizer: {tokenizer_name(config)}, {vocabulary} tokens; of unseen episodes "
-            f"{unknown[0]:.2%} of the expert's turns and {unknown[1]:.2%} of the prompts are <unk>"
+            f"{unknown[0]:.2%} of the {turns} and {unknown[1]:.2%} of the prompts are <unk>"
         )
     tiers, reset_s = by_tier(subject, tasks, expert.demonstrations)
     subject = without_small_tiers(subject, tiers, say)

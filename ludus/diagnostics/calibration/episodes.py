@@ -274,7 +274,8 @@ async def play_random(
     max_turns: int = LONGEST_TURNS,
 ) -> list[RandomEpisode]:
     """Play tasks with actions drawn from `actions`: what a policy gets that knows the words and
-    not when to use them, in as many turns as the policy has. No episode begins after `seconds`; one under way has as long again."""
+    not when to use them, in as many turns as the policy has. No episode begins after `seconds`; one
+    under way has as long again."""
     rng, won, episodes = random.Random(seed), set[str](), list[RandomEpisode]()
 
     async def wander(env: Recorded) -> None:

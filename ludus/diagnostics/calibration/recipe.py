@@ -97,11 +97,11 @@ def _model(c: Calibration) -> Iterator[Line]:
         f"{in_prompts:.2%} of the prompts",
     )
     yield "chat_template", model.chat_template, ""
+    shown = "question and answer" if c.subject.kind == "data" else "the expert's episodes"
     yield (
         "context_length",
         model.context_length,
-        f"the expert's episodes: {c.lengths.episode_mean:.0f} tokens, at most "
-        f"{c.lengths.episode_max}"
+        f"{shown}: {c.lengths.episode_mean:.0f} tokens, at most {c.lengths.episode_max}"
         if c.expert.demonstrations
         else f"room for {c.config.rollout.max_turns or 1} turns, which nobody has shown",
     )
@@ -152,7 +152,8 @@ def of_task(spec: Spec) -> dict[str, Any]:
 
 def _rollout(c: Calibration) -> Iterator[Line]:
     rollout, turns = c.config.rollout, c.expert.turns
-    longest = f"the expert's longest turn: {c.lengths.turn_max}" if turns else ""
+    of = "longest answer" if c.subject.kind == "data" else "expert's longest turn"
+    longest = f"the {of}: {c.lengths.turn_max}" if turns else ""
     yield "max_tokens_per_turn", rollout.max_tokens_per_turn, longest
     told = f"the expert: {fmean(turns):.1f}, at most {turns[-1]}" if turns else "no expert"
     if turns and c.searches:

@@ -28,7 +28,7 @@ from ludus.diagnostics.calibration.rows import (
     unscorable,
 )
 from ludus.envs import ENVS
-from ludus.envs.base import Env, expert_knows_more, is_blocking
+from ludus.envs.base import Env, expert_knows_more, is_blocking, tiers_of
 from ludus.rollout.threads import in_daemon
 from ludus.tasks import READERS
 from ludus.tasks.readers import (
@@ -165,7 +165,7 @@ def environment(
             f"{given} is neither an environment (derive the class from ludus.Env) nor an "
             "agent (a function of `task` and `model`: async def run(task, model))"
         )
-    known = tiers_of(given, maker)
+    known = _tiers_of(given, maker)
     chosen = list(tiers or ())
     for tier in chosen:
         maker.check_tier(tier)
@@ -218,19 +218,14 @@ def as_arguments(given: str, place: str, prefix: str = "") -> Iterator[None]:
         raise ConfigError(re.sub(key, as_given, str(error))) from error
 
 
-def tiers_of(given: str, env: Any) -> list[str]:
+def _tiers_of(given: str, env: Any) -> list[str]:
     """The levels of an environment. Errors: ConfigError for anything else than names."""
     try:
-        found = env.tiers()
+        return tiers_of(env)
+    except EnvError as error:
+        raise ConfigError(f"{given}: {error}") from error
     except Exception as error:
         raise ConfigError(f"{given}: tiers() raised {type(error).__name__}: {error}") from error
-    fine = isinstance(found, Sequence) and not isinstance(found, str | bytes)
-    if not fine or not all(isinstance(tier, str) for tier in found):
-        raise ConfigError(
-            f"{given}: tiers() returned {found!r:.80}; it has to be a tuple of names, easiest "
-            'first: ("easy", "hard"), or () where there are none'
-        )
-    return list(found)
 
 
 def slug(name: str, tiers: Sequence[str]) -> str:

@@ -16,13 +16,13 @@ import random
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
 
 from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, counted
 from ludus.core.types import Message, Spec, Task, ToolCall
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert, expert_knows_more, limits_of
 from ludus.envs.checks.outcomes import Outcome, check_outcomes, check_speed
+from ludus.envs.checks.own_tasks import own_tasks
 from ludus.envs.checks.play import Player, Turn, play_in_process
 from ludus.envs.checks.subject import Finding, Subject
 
@@ -72,7 +72,6 @@ async def check_env(
     """
     subject = _subject(env, timeout_s)
     subject.report = report
-    subject.tasks = list(tasks) if tasks is not None else _own_tasks(subject, num_tasks)
     printed, before = Printed(), _random_states()
     player = Player(subject.make, timeout_s, subject.error)
     try:
@@ -80,6 +79,9 @@ async def check_env(
             if subject.spec is not None:
                 # Refuses wrong arguments once, not in each check.
                 await player.new(partial(ENVS.build, subject.spec, "env"))
+            subject.tasks = (
+                list(tasks) if tasks is not None else await own_tasks(subject, player, num_tasks)
+            )
             without_tools = getattr(subject.env_class, "tools", None) is Env.tools
             for name, check in CHECKS.items() if subject.tasks else ():
                 if name == "tools" and without_tools:
@@ -143,34 +145,6 @@ def _subject(env: Spec | str | type[Env], timeout_s: float) -> Subject:
     if isinstance(target, type) and not issubclass(target, Env):
         raise ConfigError(f"{spec.name!r} is not an environment: derive the class from ludus.Env")
     return Subject(spec, target, partial(target, **args), timeout_s)
-
-
-def _own_tasks(subject: Subject, num_tasks: int) -> list[Task]:
-    """Tasks of the first seeds, spread over the tiers from the easiest to the hardest."""
-    env_class, name = subject.env_class, "tasks"
-    try:
-        tiers: list[Any] = list(env_class.tiers()) or [None]
-        chosen = [tiers[i * len(tiers) // num_tasks] for i in range(num_tasks)]
-        tasks, again = (
-            [env_class.task(tier, seed) for seed, tier in enumerate(chosen)] for _ in range(2)
-        )
-    except NotImplementedError:
-        own = env_class.__name__
-        subject.error(
-            name,
-            f"{own} has no classmethod `task(tier, seed)`, which returns a Task: write it, or "
-            f"check the environment on tasks of yours in Python: await check_env({own}, "
-            "tasks=[...])",
-        )
-        return []
-    except Exception as error:
-        subject.error(name, f"tiers or task raised {type(error).__name__}: {error}")
-        return []
-    if tasks != again:
-        subject.error(name, "the same tier and seed give different tasks")
-    if len({task.id for task in tasks}) < len(tasks):
-        subject.error(name, "different seeds give tasks with the same id")
-    return tasks
 
 
 def _random_states() -> dict[str, str]:
@@ -247,6 +221,7 @@ async def _expert(subject: Subject, player: Player) -> None:
         env = await player.new()
         (low, high), _ = limits_of(env)
         total, done, num_turns, actions = 0.0, False, 0, list[str]()
+        scored = False
         try:
             opening = await player.reset(env, task)
             size = sum(len(message.content) for message in opening.messages)
@@ -255,6 +230,7 @@ async def _expert(subject: Subject, player: Player) -> None:
                 actions.append(action)
                 result = await player.step(env, Message(role="assistant", content=action))
                 total, done, num_turns = total + (result.reward or 0.0), result.done, num_turns + 1
+                scored |= result.reward is not None
                 size += len(action) + sum(len(message.content) for message in result.messages)
         except NoExpert:
             without.append(task.id)
@@ -271,6 +247,9 @@ async def _expert(subject: Subject, player: Player) -> None:
         if not done:
             text = f"{task.id}: the episode does not end in {player.max_turns} turns"
             (subject.note if player.slow else subject.error)("expert", text)
+        elif not scored:
+            text = "no step gives a reward (it is None): a judge has to score the episodes"
+            subject.note("rewards", text)
         elif total < env.success_at:
             subject.note("expert", f"{task.id}: the expert lost, with a reward of {total:g}")
     if without:

@@ -17,7 +17,7 @@ from ludus.core.errors import EnvError, EpisodeTimeout, LudusError, described
 from ludus.core.signals import ctrl_c_kept_from_children
 from ludus.core.types import Message, Observation, Spec, StepResult, Task
 from ludus.envs import ENVS
-from ludus.envs.base import PREPARE_S, Env, NoExpert, awaited, exit_error
+from ludus.envs.base import PREPARE_S, Env, NoExpert, awaited, exit_error, expert_action
 
 T = TypeVar("T")
 
@@ -146,10 +146,10 @@ class Player:
         return result
 
     async def expert(self, env: Env) -> str:
-        """The expert's action. Errors: NoExpert."""
+        """The expert's action. Errors: NoExpert, EnvError for anything else than a text."""
 
         async def ask() -> str:
-            return env.expert_action()
+            return expert_action(env)
 
         return await self.call("expert_action", ask)
 

@@ -1,6 +1,7 @@
 """Preflight: tries all parts of a run before demonstrations and before its folder exists.
 
     check_parts     device, model, sampler, tokenizer, template
+    loss            on made-up tokens
     sft.data        read, and rendered
     episodes        a few of the expert, two of them twice, and of random words, against the limits
                     of the recipe
@@ -41,6 +42,7 @@ from ludus.pipeline.preflight.limits import (
     token_needs,
     turn_needs,
 )
+from ludus.pipeline.preflight.losses import try_loss
 from ludus.pipeline.preflight.parts import check_parts
 from ludus.pipeline.preflight.rewards import judge_expert, judge_rewards, slow_steps
 from ludus.pipeline.registries import check_judges
@@ -69,6 +71,8 @@ def preflight(
     started = time.perf_counter()
     tokenizer = own = check_parts(config)
     check_judges(config)
+    found = Findings()
+    found.faults += try_loss(config)
     check_functions(config, splits.train, splits.heldout)
     make_limits(config, splits).close()
     conversations, _ = read_conversations(config, [], splits.train)
@@ -79,7 +83,6 @@ def preflight(
     exact = tokenizer is not None or _by_words(config)
     if tokenizer is None:
         tokenizer = _estimated_tokenizer(config, splits, conversations, sample)
-    found = Findings()
     if tokenizer is not None:
         if (size := _vocabulary(config, tokenizer, known=own is not None)) is not None:
             found.faults += _entropy_out_of_reach(config, size)

@@ -320,12 +320,20 @@ def no_gain(history: History, config: RunConfig) -> Found | None:
     gain, low, high = (100 * values[0] for values in found)
     if low > 0:
         return None
-    verdict = "is below" if high < 0 else "is not significantly above"
+    told = f"{gain:+.1f} points ({100 * config.evaluate.confidence:g} % interval {low:+.1f} to "
+    told += f"{high:+.1f})"
+    if high < 0:
+        return Found(
+            2,
+            f"success on held-out tasks is below its start: {told}",
+            "Use the checkpoint that `ludus checkpoint list` marks as best; for RL that raises "
+            f"success, lower `rl.optimizer.lr` (now {_lr(config)}), or give a step more episodes "
+            "(`rl.groups_per_step`)",
+        )
     return Found(
-        2 if high < 0 else 1,
-        f"success on held-out tasks {verdict} its start: {gain:+.1f} points "
-        f"({100 * config.evaluate.confidence:g} % interval {low:+.1f} to {high:+.1f})",
-        f"Train longer (`rl.steps`), or {_more_heldout(config)}: their interval is narrower",
+        1,
+        f"success on held-out tasks is not significantly above its start: {told}",
+        f"Train longer (`rl.steps`); to tell a smaller gain, {_more_heldout(config)}",
     )
 
 
@@ -335,7 +343,7 @@ def _more_heldout(config: RunConfig) -> str:
     args = heldout.args if heldout else {}
     most = args.get("num_tasks", args.get("limit"))
     if number is None or (isinstance(most, int) and number >= most):
-        return "hold out more tasks (`tasks.heldout`), for all that there are were evaluated"
+        return "hold out more tasks (`tasks.heldout`; all of them were evaluated)"
     return "evaluate more tasks (`evaluate.num_tasks`)"
 
 

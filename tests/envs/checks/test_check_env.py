@@ -6,9 +6,12 @@ import inspect
 import math
 import os
 import re
+import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import faulty_envs as faulty
 import pytest
@@ -124,6 +127,60 @@ async def test_an_environment_without_tasks_of_its_own_is_given_some() -> None:
 
     assert "Bare has no classmethod `task(tier, seed)`" in str((await check_env(Bare))[0])
     assert await check_env(Bare, tasks=[Task(id="a", data={"seed": 4})]) == []
+
+
+def hang(*_: object) -> None:
+    time.sleep(30)
+
+
+def endless() -> Iterator[str]:
+    while True:
+        yield "a"
+
+
+WRONG_CLASSES: list[tuple[dict[str, Any], str]] = [
+    ({"task": classmethod(hang)}, "time: tiers or task takes longer than 0.3 s; the remaining"),
+    ({"tiers": staticmethod(endless)}, "tasks: tiers() returned <generator"),
+    ({"tiers": staticmethod(lambda: "easy")}, "tasks: tiers() returned 'easy'; it has to be a tu"),
+    ({"tiers": staticmethod(lambda: ("a", "a"))}, "tasks: tiers() returned ('a', 'a'), with a na"),
+    ({"tiers": staticmethod(lambda: None)}, "tasks: tiers() returned None; it has to be a tuple"),
+    ({"tiers": lambda self: ("a",)}, "tasks: tiers() raised TypeError: .*; write `@classmethod d"),
+    ({"tiers": staticmethod(sys.exit)}, "tasks: the environment called for exit: SystemExit"),
+    ({"task": staticmethod(lambda *_: {"id": "x"})}, "tasks: task(None, 0) returned {'id': 'x'};"),
+    ({"task": lambda self, tier, seed: None}, "tasks: task(None, 0) raised TypeError: .*; write "),
+    ({"expert_action": lambda self: 49}, "episode: EnvError: expert_action returned 49; it has"),
+    (
+        {"blocking": "no"},
+        "declarations: EnvError: .*: blocking is 'no'; it has to be True or False",
+    ),
+    ({"expert_knows_more": 17}, "declarations: EnvError: Wrong.expert_knows_more raised TypeError"),
+]
+
+
+@pytest.mark.parametrize(("members", "told"), WRONG_CLASSES)
+async def test_a_class_with_wrong_members_is_told(members: dict[str, Any], told: str) -> None:
+    env = type("Wrong", (faulty.Digit,), members)
+    findings = [str(f) for f in await check_env(env, num_tasks=1, timeout_s=0.3)]
+    form = re.escape(told).replace(re.escape(".*"), ".*")
+    assert any(re.match("error: " + form, finding) for finding in findings), findings
+
+
+async def test_an_expert_that_is_async_is_told() -> None:
+    async def expert_action(self: object) -> str:
+        return "1"
+
+    findings = await check_env(type("Wrong", (faulty.Digit,), {"expert_action": expert_action}))
+    assert "expert_action is async: write `def expert_action`" in str(findings)
+
+
+async def test_an_environment_that_never_gives_a_reward_is_told() -> None:
+    class Unscored(faulty.Digit):
+        async def step(self, action: Message) -> StepResult:
+            return (await super().step(action)).model_copy(update={"reward": None})
+
+    findings = [str(f) for f in await check_env(Unscored, num_tasks=2)]
+    said = "note: rewards: no step gives a reward (it is None): a judge has to score the episodes"
+    assert said in findings
 
 
 async def test_an_unknown_name_is_an_error() -> None:

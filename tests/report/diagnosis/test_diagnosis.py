@@ -256,7 +256,16 @@ def test_more_tasks_are_evaluated_only_where_there_are_more(
     changed = config.model_copy(update={"evaluate": evaluation})
     gain = {"evaluate/gain": 0.02, "evaluate/gain_low": -0.01, "evaluate/gain_high": 0.05}
     [found] = Diagnosis(changed).step("evaluate/after", 0, gain)
-    assert f"or {told} more tasks" in found.advice
+    assert f"a smaller gain, {told} more tasks" in found.advice
+
+
+def test_a_fall_is_not_answered_with_more_of_the_same(config: RunConfig) -> None:
+    fall = {"evaluate/gain": -0.12, "evaluate/gain_low": -0.17, "evaluate/gain_high": -0.07}
+    [found] = Diagnosis(config).step("evaluate/after", 0, fall)
+    assert "is below its start: -12.0 points" in found.text
+    assert "marks as best" in found.advice
+    assert "longer" not in found.advice
+    assert "more tasks" not in found.advice
 
 
 def test_other_findings_are_named_only_where_there_are_some(config: RunConfig) -> None:

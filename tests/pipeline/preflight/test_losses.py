@@ -1,0 +1,80 @@
+"""A loss is tried on made-up tokens before demonstrations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludus.config.schema import RunConfig
+from ludus.pipeline.preflight.losses import try_loss
+from ludus.train import ALGORITHMS
+
+OWN = """
+from dataclasses import replace
+from ludus.train.algorithms.losses import LossOutput
+from ludus.train import ALGORITHMS
+
+def raises(inputs):
+    return inputs.no_such_field
+
+def mean(inputs):
+    return LossOutput(-(inputs.logprobs_N * inputs.advantages_N).mean())
+
+def constant(inputs):
+    return LossOutput(-inputs.logprobs_N.detach())
+
+def silent(inputs):
+    return LossOutput(-inputs.logprobs_N * inputs.advantages_N)
+
+def of(loss):
+    return replace(ALGORITHMS.build("grpo"), name="own", loss=loss)
+
+def raising(): return of(raises)
+def meaning(): return of(mean)
+def constantly(): return of(constant)
+def silently(): return of(silent)
+"""
+
+
+def config(algorithm: Any, **optimizer: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "tried",
+            "model": {"architecture": "qwen3", "tokenizer": "words", "context_length": 512},
+            "env": "babyai",
+            "tasks": {"train": {"name": "env", "args": {"num_tasks": 4}}},
+            "rollout": {"max_tokens_per_turn": 8},
+            "rl": {"steps": 1, "minibatches": 2, "algorithm": algorithm, "optimizer": optimizer},
+        }
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in ALGORITHMS.names() if n != "sft"])
+def test_ready_made_losses_pass(name: str) -> None:
+    assert list(try_loss(config(name))) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("raising", "no_such_field"),
+        ("meaning", "returned a loss of shape []; it has to return"),
+        ("constantly", "a loss without a gradient"),
+        ("silently", ""),
+    ],
+)
+def test_a_loss_of_ones_own_is_tried(tmp_path: Path, function: str, told: str) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    faults = list(try_loss(config(f"{file}:{function}")))
+    assert len(faults) == bool(told), faults
+    assert told in "".join(faults)
+
+
+def test_a_target_of_kl_that_the_loss_does_not_measure_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    [fault] = try_loss(config(f"{file}:silently", target_kl=0.01))
+    assert fault.startswith("rl.optimizer.target_kl has no effect")
