@@ -66,9 +66,10 @@ class RLOptimizerConfig(OptimizerConfig):
         None,
         gt=0,
         le=1,
-        description="Scale the learning rate so that an RL step moves the policy by this KL (nats "
-        "a token) at the peak of the schedule; in warm-up and decay by less. An RL step needs at "
-        "least two optimizer steps (`minibatches`, `epochs`). Null: the schedule alone.",
+        description="Lower the learning rate so that an RL step moves the policy by at most about "
+        "this KL (nats a token) at the peak of the schedule; in warm-up and decay by less. An RL "
+        "step needs at least two optimizer steps (`minibatches`, `epochs`). Null: the schedule "
+        "alone.",
     )
 
 

@@ -1,8 +1,8 @@
-"""The learning rate that moves the policy as far as asked: `rl.optimizer.target_kl`.
+"""The learning rate that moves the policy no farther than asked: `rl.optimizer.target_kl`.
 
-A fixed rate that suits one policy hardly moves another, or destroys it. After each policy iteration
-the rate is scaled by how far that iteration moved the policy, as in Schulman et al. 2017
-(arXiv:1707.06347, section 4) for a penalty. KL grows with the square of the rate.
+A fixed rate that suits one policy destroys another. After each policy iteration the rate is scaled
+by how far that iteration moved the policy, as in Schulman et al. 2017 (arXiv:1707.06347, section 4)
+for a penalty; it never exceeds the schedule's. KL grows with the square of the rate.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-SLOWEST, FASTEST = 1 / 16, 16.0
-"""Limits of the scale."""
+SLOWEST, FASTEST = 1 / 16, 1.0
+"""Limits of the scale: a policy that hardly moves may have nothing to learn from."""
 
 DOWN, UP = 0.5, 1.25
 """Limits of a change of the scale: a step that was too long is mended at once, a short one slowly,

@@ -28,12 +28,12 @@ def test_the_first_optimizer_step_does_not_count() -> None:
 def test_the_rate_follows_the_root_of_the_ratio_within_limits(
     kl: float | None, expected: float
 ) -> None:
-    assert next_scale(1.0, kl, 0.01, 1.0) == pytest.approx(expected)
+    assert next_scale(0.5, kl, 0.01, 1.0) == pytest.approx(0.5 * expected)
 
 
 def test_the_target_falls_with_the_schedule_and_stays_at_its_end() -> None:
     assert next_scale(1.0, 0.0025, 0.01, 0.5) == pytest.approx(1.0)
-    assert next_scale(3.0, 1e-9, 0.01, 0.05) == 3.0
+    assert next_scale(0.3, 1e-9, 0.01, 0.05) == 0.3
 
 
 def test_the_scale_has_limits() -> None:
@@ -41,6 +41,7 @@ def test_the_scale_has_limits() -> None:
     for _ in range(50):
         low, high = next_scale(low, 1.0, 0.01, 1.0), next_scale(high, 1e-9, 0.01, 1.0)
     assert (low, high) == (SLOWEST, FASTEST)
+    assert FASTEST == 1.0, "the schedule's rate is the peak"
 
 
 def learner_of(config: OptimizerConfig) -> Learner:

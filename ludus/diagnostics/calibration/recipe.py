@@ -209,7 +209,8 @@ def _rl(c: Calibration) -> Iterator[Line]:
     yield "group_size", rl.group_size, ""
     if rl.minibatches > 1:
         yield "minibatches", rl.minibatches, "optimizer steps of each step"
-    used = ("lr", "eps", "warmup_steps", "schedule")
+    used = ["lr", "eps", "warmup_steps", "schedule"]
+    used += ["target_kl"] if rl.optimizer.target_kl is not None else []
     yield "optimizer", {name: getattr(rl.optimizer, name) for name in used}, ""
     if c.config.evaluate.every:
         yield "# min_success_to_stop", 0.95, "would end RL where an evaluation reaches it"

@@ -83,6 +83,7 @@ def with_choices(
     every = min(every, planned.sft)
     patience = choices.patience(planned.sft, every, until.patience)
     until = until.model_copy(update={"every": every, "patience": patience})
+    minibatches = choices.minibatches(groups * config.rl.group_size)
     updates: dict[str, Any] = {
         "tasks": tasks,
         "sft": config.sft.model_copy(
@@ -96,9 +97,12 @@ def with_choices(
             update={
                 "steps": planned.rl,
                 "groups_per_step": groups,
-                "minibatches": choices.minibatches(groups * config.rl.group_size),
+                "minibatches": minibatches,
                 "optimizer": config.rl.optimizer.model_copy(
-                    update={"warmup_steps": min(10, planned.rl // 5)}
+                    update={
+                        "warmup_steps": min(10, planned.rl // 5),
+                        "target_kl": choices.TARGET_KL if minibatches > 1 else None,
+                    }
                 ),
             }
         ),
