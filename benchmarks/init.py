@@ -53,8 +53,8 @@ NOTES = """
   (docs/log.md).
 - GoToObjMaze 0: other work ran beside it, and the recipe took three times its minutes: an episode
   of 100 turns is long, and nothing was learned, as foretold.
-- coin 0 has 21 turns, twice the earlier 11, because its expert knows the room (docs/log.md); with 11
-  it went from 42.3 to 40.8 %.
+- coin 0 has 21 turns, twice the earlier 11, because its expert knows the room (docs/log.md); with
+  11 it went from 42.3 to 40.8 %.
 - coin with adamw: of the held-out tasks only 250 differed (TextWorldExpress has 1,000 games a
   level), so the intervals are too narrow. `init` now holds out the games of `coin/test`.
 - PickupLoc 0 and chain_sum 0 with observations: other work ran beside them, and they stood still
