@@ -12,7 +12,8 @@ context. The device reaches the fraction `efficiency` of its peak.
     sampling    max(bytes read / bandwidth, operations / peak), one pass a token of a turn
     training    3 forward passes of every token, with prefixes that a group shares computed once
     episodes    the environment's seconds as measured, one call after the other, or `env_step_s` a
-                step with `Env.at_once` of them at once; those of ludus a turn (TURN_S)
+                step with `Env.at_once` of them at once; those of ludus a turn (TURN_S); in RL
+                on a CPU divided by the processes that play (`rollout.processes`)
     tools       calls * seconds of a call (`ToolCalls`)
 
 Floors, on any device: the time of a layer's kernels (`Hardware.layer_s`) a pass, SAMPLED_S a token,
@@ -241,7 +242,7 @@ class _Estimate:
                     config.rl.tokens_per_batch,
                     steps,
                 )
-                waiting += steps * self._playing(number, now)
+                waiting += steps * self._playing(number, now) / self._processes
             parts |= {"rl: sampling": sampling, "rl: training": training}
             if waiting:
                 parts["rl: environment"] = waiting
@@ -299,6 +300,15 @@ class _Estimate:
         else:
             step_s = timed.step_s if timed else 0.0
         return episodes * ((timed.reset_s if timed else 0.0) + one.turns * (step_s + TURN_S))
+
+    @property
+    def _processes(self) -> int:
+        """Processes that play RL's episodes where the policy samples on a CPU."""
+        from ludus.pipeline.rollout_processes import default_number, obstacle
+
+        if obstacle(self.config) or self.config.model.device != "cpu":
+            return 1
+        return self.config.rollout.processes or default_number(self.config)
 
     @property
     def _at_once(self) -> float:

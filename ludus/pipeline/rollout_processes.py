@@ -43,7 +43,7 @@ def start_processes(
     allow them.
     """
     asked = config.rollout.processes
-    size = _default(config) if asked is None else asked
+    size = default_number(config) if asked is None else asked
     if size == 1:
         return None
     if reason := _obstacle(config, backend):
@@ -88,8 +88,8 @@ def local_model(backend: Any) -> Any:
     return backend.present_model()
 
 
-def _default(config: RunConfig) -> int:
-    """The number of processes where the configuration gives none."""
+def default_number(config: RunConfig) -> int:
+    """The number of processes where the configuration gives none and nothing is in the way."""
     rl = config.rl
     if rl is None or rl.steps * rl.groups_per_step * rl.group_size < MIN_EPISODES:
         return 1
@@ -101,6 +101,13 @@ def _default(config: RunConfig) -> int:
 def _obstacle(config: RunConfig, backend: Backend) -> str | None:
     """The first reason why only this process can play."""
     sampler: Any = backend.sampler
+    if not (hasattr(sampler, "decoder") and sampler.decoder.batch_invariant):
+        return obstacle(config) or "tokens of this sampler depend on their batch"
+    return obstacle(config)
+
+
+def obstacle(config: RunConfig) -> str | None:
+    """The first reason in the configuration why only the run's process can play."""
     env = ENVS.load(config.env.name) if config.env is not None else None
     obstacles = {
         f"backend: {config.backend.name} has processes of its own": config.backend.name != "local",
@@ -115,9 +122,6 @@ def _obstacle(config: RunConfig, backend: Backend) -> str | None:
         "there is no environment": env is None,
         f"env: {config.env and config.env.name} does not declare `several_processes`": not getattr(
             env, "several_processes", False
-        ),
-        "tokens of this sampler depend on their batch": not (
-            hasattr(sampler, "decoder") and sampler.decoder.batch_invariant
         ),
     }
     return next((reason for reason, stands in obstacles.items() if stands), None)
