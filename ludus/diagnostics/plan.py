@@ -303,10 +303,12 @@ class _Estimate:
 
     @property
     def _processes(self) -> int:
-        """Processes that play RL's episodes where the policy samples on a CPU."""
+        """Processes that play RL's episodes where the policy samples on a CPU; one with
+        `env_step_s`, whose steps wait rather than compute."""
         from ludus.pipeline.rollout_processes import default_number, obstacle
 
-        if obstacle(self.config) or self.config.model.device != "cpu":
+        here = self.env_step_s is None and self.config.model.device == "cpu"
+        if not here or obstacle(self.config):
             return 1
         return self.config.rollout.processes or default_number(self.config)
 

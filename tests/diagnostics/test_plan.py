@@ -148,7 +148,10 @@ def test_time_depends_on_work_and_hardware() -> None:
     assert 0.5 * base.seconds["rl: sampling"] < grown.seconds["rl: sampling"]
     assert grown.seconds["rl: sampling"] < base.seconds["rl: sampling"]
     waits = planning.plan(recipe(HUNDRED), HARDWARE["l4"], env_step_s=0.1)
-    more = waits.seconds["rl: environment"] - base.seconds["rl: environment"]
+    alone = planning.plan(recipe(HUNDRED, "rollout.processes=1"), HARDWARE["l4"])
+    two = planning.plan(recipe(HUNDRED, "rollout.processes=2"), HARDWARE["l4"])
+    assert two.seconds["rl: environment"] == pytest.approx(alone.seconds["rl: environment"] / 2)
+    more = waits.seconds["rl: environment"] - alone.seconds["rl: environment"]
     assert more == pytest.approx(100 * 8 * 0.1)
 
 
