@@ -43,6 +43,7 @@ from ludus.diagnostics.tool_calls import NO_CALLS, ToolCalls, tool_calls
 from ludus.envs import ENVS
 from ludus.models.build import model_shape
 from ludus.models.flops import Shape
+from ludus.pipeline.rollout_processes import expected_processes
 from ludus.tasks import READERS
 from ludus.tasks.ratios import shares
 from ludus.train.schedule import turn_limit
@@ -230,6 +231,8 @@ class _Estimate:
             )
         if config.rl is not None:
             sampling, training, waiting = 0.0, 0.0, 0.0
+            computes = self.env_step_s is None and config.model.device == "cpu"
+            processes = expected_processes(config) if computes else 1
             for steps, turns in _phases(config):
                 now = self._episode(turns)
                 number = config.rl.groups_per_step * config.rl.group_size
@@ -242,7 +245,7 @@ class _Estimate:
                     config.rl.tokens_per_batch,
                     steps,
                 )
-                waiting += steps * self._playing(number, now) / self._processes
+                waiting += steps * self._playing(number, now) / processes
             parts |= {"rl: sampling": sampling, "rl: training": training}
             if waiting:
                 parts["rl: environment"] = waiting
@@ -300,17 +303,6 @@ class _Estimate:
         else:
             step_s = timed.step_s if timed else 0.0
         return episodes * ((timed.reset_s if timed else 0.0) + one.turns * (step_s + TURN_S))
-
-    @property
-    def _processes(self) -> int:
-        """Processes that play RL's episodes where the policy samples on a CPU; one with
-        `env_step_s`, whose steps wait rather than compute."""
-        from ludus.pipeline.rollout_processes import default_number, obstacle
-
-        here = self.env_step_s is None and self.config.model.device == "cpu"
-        if not here or obstacle(self.config):
-            return 1
-        return self.config.rollout.processes or default_number(self.config)
 
     @property
     def _at_once(self) -> float:

@@ -97,6 +97,7 @@ def _construction_fault(error: ValidationError) -> str | None:
 
 
 FLAGS = ("blocking", "cheap_reset", "several_processes")
+"""Declarations that are True or False."""
 
 
 def tiers_of(env: Any) -> list[str]:
@@ -118,8 +119,8 @@ def tiers_of(env: Any) -> list[str]:
 
 
 def declaration_fault(env: Any) -> str | None:
-    """Returns what is wrong with `score_range`, `success_at` or `max_turns` of an environment, or
-    of its class, where they may still be properties; None: nothing."""
+    """Returns what is wrong with `score_range`, `success_at`, `max_turns` or FLAGS of an
+    environment, or of its class, where they may still be properties; None: nothing."""
     score_range = getattr(env, "score_range", Env.score_range)
     success_at = getattr(env, "success_at", Env.success_at)
     if not isinstance(score_range, property):

@@ -43,7 +43,7 @@ def start_processes(
     allow them.
     """
     asked = config.rollout.processes
-    size = default_number(config) if asked is None else asked
+    size = _default(config) if asked is None else asked
     if size == 1:
         return None
     if reason := _obstacle(config, backend):
@@ -88,8 +88,16 @@ def local_model(backend: Any) -> Any:
     return backend.present_model()
 
 
-def default_number(config: RunConfig) -> int:
-    """The number of processes where the configuration gives none and nothing is in the way."""
+def expected_processes(config: RunConfig) -> int:
+    """Processes that play a run's episodes, this one included, as far as the configuration tells:
+    for a small model with the sampler in this process."""
+    if _obstacle_in(config):
+        return 1
+    return config.rollout.processes or _default(config)
+
+
+def _default(config: RunConfig) -> int:
+    """The number of processes where the configuration gives none."""
     rl = config.rl
     if rl is None or rl.steps * rl.groups_per_step * rl.group_size < MIN_EPISODES:
         return 1
@@ -100,13 +108,14 @@ def default_number(config: RunConfig) -> int:
 
 def _obstacle(config: RunConfig, backend: Backend) -> str | None:
     """The first reason why only this process can play."""
-    sampler: Any = backend.sampler
-    if not (hasattr(sampler, "decoder") and sampler.decoder.batch_invariant):
-        return obstacle(config) or "tokens of this sampler depend on their batch"
-    return obstacle(config)
+    if reason := _obstacle_in(config):
+        return reason
+    decoder = getattr(backend.sampler, "decoder", None)
+    exact = decoder is not None and decoder.batch_invariant
+    return None if exact else "tokens of this sampler depend on their batch"
 
 
-def obstacle(config: RunConfig) -> str | None:
+def _obstacle_in(config: RunConfig) -> str | None:
     """The first reason in the configuration why only the run's process can play."""
     env = ENVS.load(config.env.name) if config.env is not None else None
     obstacles = {

@@ -251,8 +251,7 @@ def _message(message: Message) -> str:
 
 def _heldout(store: RunStore, run: RunRow) -> str:
     """Success on held-out tasks before RL and in the newest evaluation since, with the gain on the
-    tasks of both;
-    empty where none was evaluated."""
+    tasks of both; empty where none was evaluated."""
     found = {
         label: steps[-1]
         for label in ("before", "rl", "after")

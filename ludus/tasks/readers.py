@@ -356,20 +356,21 @@ def _but(
 
 
 def check_encoding(file: Path) -> None:
-    """Refuse a file in UTF-16 or UTF-32, of which each line would be malformed.
+    """Refuse a file in UTF-16 or UTF-32, or of no text, of which each line would be malformed.
 
     Errors: DataError.
     """
     with file.open("rb") as opened:
         start = opened.read(400)
     encoding = json.detect_encoding(start[:4])
-    if not encoding.startswith("utf-8"):
-        if start.decode(encoding, errors="ignore").lstrip("\ufeff \t\r\n")[:1] not in ("{", "["):
-            raise DataError(f"{file} is not text: it has to be a file of JSON lines, in UTF-8")
-        raise DataError(
-            f"{file} is in {encoding.upper()}, and has to be in UTF-8: "
-            f"`iconv -f {encoding.upper()} -t UTF-8 {file} > NEW_FILE` converts it"
-        )
+    if encoding.startswith("utf-8"):
+        return
+    if start.decode(encoding, errors="ignore").lstrip("\ufeff \t\r\n")[:1] not in ("{", "["):
+        raise DataError(f"{file} is not text: it has to be a file of JSON lines, in UTF-8")
+    raise DataError(
+        f"{file} is in {encoding.upper()}, and has to be in UTF-8: "
+        f"`iconv -f {encoding.upper()} -t UTF-8 {file} > NEW_FILE` converts it"
+    )
 
 
 def parse_line(line: bytes) -> dict[str, Any]:

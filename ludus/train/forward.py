@@ -77,7 +77,6 @@ class Forward:
         self.vocabulary = vocabulary
         self.temperature = temperature
         self.device = next(model.parameters()).device
-        self.small_pass = SMALL_PASS
         self._num_weights = sum(p.numel() for p in model.parameters())
         self.head: Head | None = find_head(model)
         self._layers: CompiledLayers | FusedLayers | None = None
@@ -118,7 +117,7 @@ class Forward:
     def _threads(self, micro_batch: MicroBatch) -> Iterator[None]:
         """One thread for a small pass on the CPU."""
         number = torch.get_num_threads()
-        small = micro_batch.token_ids_RT.numel() * self._num_weights < self.small_pass
+        small = micro_batch.token_ids_RT.numel() * self._num_weights < SMALL_PASS
         if number == 1 or not small or self.device.type != "cpu":
             yield
             return

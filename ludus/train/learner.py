@@ -35,7 +35,7 @@ from ludus.train.critic import Critic
 from ludus.train.forward import Forward
 from ludus.train.muon import make_optimizer
 from ludus.train.packing import Batch, MicroBatch
-from ludus.train.trust_region import moved, next_scale
+from ludus.train.trust_region import NOT_MEASURED, moved, next_scale
 
 log = get_logger(__name__)
 
@@ -178,10 +178,7 @@ class Learner:
         if not isinstance(config, RLOptimizerConfig) or config.target_kl is None:
             return {}
         if steps and "kl" not in steps[0]:
-            raise ConfigError(
-                "rl.optimizer.target_kl has no effect: the loss of `rl.algorithm` returns no "
-                '"kl" of each token among its metrics'
-            )
+            raise ConfigError(NOT_MEASURED)
         share = learning_rate(config, self.step, self.num_steps) / config.lr
         kl, target = moved(steps), config.target_kl * share**2
         self.rate_scale = next_scale(self.rate_scale, kl, config.target_kl, share)

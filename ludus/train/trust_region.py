@@ -17,6 +17,12 @@ DOWN, UP = 0.5, 1.25
 """Limits of a change of the scale: a step that was too long is mended at once, a short one slowly,
 for the KL of one iteration is a noisy figure."""
 
+NOT_MEASURED = (
+    "rl.optimizer.target_kl has no effect: the loss of `rl.algorithm` returns no "
+    '"kl" of each token among its metrics'
+)
+"""Refusal of a loss that does not tell how far a step moved the policy."""
+
 LAST_SHARE = 0.1
 """Share of the peak rate below which the scale stays: the schedule ends training there."""
 

@@ -39,6 +39,7 @@ from ludus.core.types import Sample
 from ludus.models.build import _with_lora
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
+from ludus.train import forward
 from ludus.train.algorithms.aggregates import trajectory_mean
 from ludus.train.algorithms.losses import LossFn, LossInputs, LossOutput, clipped, cross_entropy
 from ludus.train.kernels import compiled, fused, tiles
@@ -438,12 +439,13 @@ def test_a_fresh_process_repeats_every_bit() -> None:
     assert there.stdout.split() == [three_steps(1)]
 
 
-def test_a_small_pass_takes_one_thread() -> None:
+def test_a_small_pass_takes_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch by batch, so the bits do not depend on what was trained before."""
     learner = make_learner(policy())
     few, many = make_batch(make_samples(2), 4096), make_batch(make_samples(40), 4096)
     limit = 2.0 * few.micro_batches[0].token_ids_RT.numel()
-    learner.forward.small_pass = limit * sum(p.numel() for p in learner.parameters)
+    weights = sum(p.numel() for p in learner.parameters)
+    monkeypatch.setattr(forward, "SMALL_PASS", limit * weights)
     seen: set[tuple[bool, int]] = set()
 
     def look(_module: Any, _args: Any, kwargs: Any) -> None:

@@ -22,9 +22,10 @@ MAX_CONTEXT = 4096
 """Longest context of a small model on a CPU."""
 
 MAX_TURNS = 100
+"""Longest episodes of a small model on a CPU."""
+
 SEARCH = 2
 """Turns of an agent over those of an expert that knows what the agent must find out."""
-"""Longest episodes of a small model on a CPU."""
 
 COMPARE_S = 15.0
 """Most seconds to compare training and held-out tasks at the start of a run."""

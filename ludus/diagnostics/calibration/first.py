@@ -196,7 +196,7 @@ def with_lengths(
         }
         lengths = replace(lengths, **own)
     room = choices.tokens_per_turn(lengths)
-    most = choices.turns(expert_turns or [own_limit], own_limit, searches and bool(expert_turns))
+    most = choices.turns(expert_turns or [own_limit], own_limit, searches)
     context = choices.context(lengths, most, room)
     rollout = config.rollout.model_copy(
         update={

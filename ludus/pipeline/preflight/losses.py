@@ -6,9 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from ludus.config.schema import RunConfig
 from ludus.core.errors import LudusError
 from ludus.train import ALGORITHMS
+from ludus.train.algorithms.losses import LossInputs, computed, require_unit
+from ludus.train.trust_region import NOT_MEASURED
 
 NUM_TOKENS = 8
 """Of two trajectories."""
@@ -19,9 +23,6 @@ def try_loss(config: RunConfig) -> Iterator[str]:
     if config.rl is None:
         return
     algorithm: Any = ALGORITHMS.build(config.rl.algorithm, "rl.algorithm")
-    import torch
-
-    from ludus.train.algorithms.losses import LossInputs, computed, require_unit
 
     def logprobs(first: float) -> torch.Tensor:
         return torch.linspace(first, -0.1, NUM_TOKENS)
@@ -51,7 +52,4 @@ def try_loss(config: RunConfig) -> Iterator[str]:
         yield f"{error} (tried on {NUM_TOKENS} made-up tokens)"
         return
     if config.rl.optimizer.target_kl is not None and "kl" not in output.metrics:
-        yield (
-            "rl.optimizer.target_kl has no effect: the loss of `rl.algorithm` returns no "
-            '"kl" of each token among its metrics'
-        )
+        yield NOT_MEASURED
