@@ -117,10 +117,13 @@ class Pool:
     def open(self) -> Session:
         """Open a session in the JVM with the fewest sessions.
 
-        Errors: EnvError if no JVM starts, or all are full; ConfigError without Java.
+        Errors: EnvError if no JVM starts, all are full, or the pool was shut down; ConfigError
+        without Java.
         """
         with self._changed:
             while True:
+                if self._closed:
+                    raise EnvError(f"{self.engine.name}: its pool of JVMs was shut down")
                 self._jvms = [jvm for jvm in self._jvms if jvm.alive]
                 suspects = [jvm for jvm in self._jvms if jvm.suspect]
                 free = [jvm for jvm in self._jvms if jvm.num_sessions < SESSIONS_PER_JVM]
@@ -165,10 +168,14 @@ class Pool:
                 self._changed.notify_all()
 
     def shutdown(self) -> None:
-        """Kill all JVMs."""
+        """Kill all JVMs. `pool_of` then creates another pool."""
+        with _pools_lock:
+            for key in [key for key, pool in _pools.items() if pool is self]:
+                del _pools[key]
         with self._changed:
             self._closed = True
             jvms, self._jvms = self._jvms, []
+            self._changed.notify_all()
         for jvm in jvms:
             jvm.kill()
 

@@ -16,7 +16,7 @@ pytest.importorskip("textworld_express", reason="needs the extra textworldexpres
 
 from ludus.core.errors import ConfigError, EnvError
 from ludus.envs.java.machine import find_java
-from ludus.envs.java.pool import Pool
+from ludus.envs.java.pool import Pool, pool_of
 from ludus.envs.java.textworldexpress import ENGINE
 
 try:
@@ -48,6 +48,19 @@ def pool() -> Iterator[Pool]:
     pool = Pool(ENGINE, size=2, heap_mb=64)
     yield pool
     pool.shutdown()
+
+
+def test_after_a_pool_was_shut_down_there_is_another() -> None:
+    first = pool_of(ENGINE, 1, 64)
+    first.open().close()
+    first.shutdown()
+    with pytest.raises(EnvError, match="its pool of JVMs was shut down"):
+        first.open()
+    second = pool_of(ENGINE, 1, 64)
+    try:
+        second.open().close()
+    finally:
+        second.shutdown()
 
 
 def two_run(pool: Pool) -> None:
