@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -116,13 +116,13 @@ class Connection:
         if self.lost is None:
             number = self.next_number()
             self._late[number] = lambda _: None
-            self._run(self._send({"id": number, **fields}))
+            self._run(lambda: self._send({"id": number, **fields}))
 
     def ping(self) -> None:
         """Send a ping, unless one is under way."""
         if self.lost is None and self.ping_sent is None:
             self.ping_sent = time.monotonic()
-            self._run(self._ping())
+            self._run(self._ping)
 
     def end(self, why: str) -> None:
         """Cut the connection; calls that wait get Gone."""
@@ -188,10 +188,11 @@ class Connection:
             told = f"{entry.get('id')!r:.40} is no call's id"
             raise EnvError(f"{self.url} does not answer as an environment service: {told}")
 
-    def _run(self, work: Any) -> None:
+    def _run(self, work: Callable[[], Awaitable[None]]) -> None:
+        # Not a coroutine: a task that is cancelled before it starts would never await it.
         async def run() -> None:
             with suppress(Gone):
-                await work
+                await work()
 
         task = asyncio.create_task(run())
         self._tasks.add(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -21,7 +22,9 @@ from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ConfigError, EnvError, EnvLost
 from ludus.core.types import Message, Spec, Status
 from ludus.diagnostics.doctor import check_hosts, exit_code
+from ludus.envs.remote.connection import Connection
 from ludus.envs.remote.env import RemoteEnv
+from ludus.envs.remote.lag import Lag
 from ludus.models.endpoint.client import Reply
 from ludus.rollout.collect import Collector
 from ludus.telemetry.hosts import HOSTS
@@ -149,6 +152,18 @@ async def test_a_session_that_is_given_up_closes_after_its_answer() -> None:
         await env.close()
         assert open_at(one) + open_at(other) == 1
         await eventually(lambda: open_at(one) + open_at(other) == 0)
+
+
+async def test_a_ping_that_is_cancelled_before_it_starts_is_not_warned_of() -> None:
+    """As at the end of a process's loop: pytest turns the warning into an error."""
+    with service(LIGHTLY) as url:
+        connection = await Connection.open(url, lambda _: None, Lag())
+        connection.ping()
+        connection.post(op="close")
+        for task in list(connection._tasks):
+            task.cancel()
+        await asyncio.gather(*connection._tasks, return_exceptions=True)
+        gc.collect()
 
 
 def test_the_doctor_asks_each_host() -> None:
