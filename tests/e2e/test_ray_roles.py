@@ -10,7 +10,7 @@ import pytest
 from harness import Ludus, Zygote
 
 pytest.importorskip("ray", reason="needs the extra ray")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 LIMIT_S = 600  # a guard against a hang
 

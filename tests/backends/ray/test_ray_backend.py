@@ -14,9 +14,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 
 SHORT = {
-    "versions_count_up", "stale_turns_are_refused", "training_reports_metrics",
-    "resuming_equals_never_having_stopped", "weights_load_without_a_stage", "failures_are_errors",
-    "environments_play", "judges_score",
+    "stale_turns_are_refused", "training_reports_metrics", "resuming_equals_never_having_stopped",
+    "failures_are_errors",
 }  # fmt: skip
 """Checks of each run of the slow tests; the others are left to `make test-long`."""
 BROADCAST = {"versions_count_up", "resuming_equals_never_having_stopped"}

@@ -16,7 +16,7 @@ from ludus.backends.conformance import GRPO, SETTINGS, rewarded, turns
 from ludus.backends.ray.backend import RayBackend
 from ludus.backends.ray.publication import publisher
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.usefixtures("local_ray")]
 
 Make = Callable[..., RayBackend]
 BROADCAST: dict[str, Any] = {"weights": "broadcast", "broadcast_timeout_s": 100.0}
@@ -48,7 +48,7 @@ async def step(backend: RayBackend) -> dict[str, float]:
     return metrics
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("ranks", [1, 2])
 async def test_results_are_those_of_the_object_store(
     make: Make, tmp_path: Path, faults: list[tuple[str, bool]], ranks: int
 ) -> None:
@@ -101,7 +101,6 @@ async def test_a_sampler_that_dies_in_a_broadcast(
     struck.close()
 
 
-@pytest.mark.long
 async def test_a_rank_that_dies_in_a_broadcast(
     make: Make, tmp_path: Path, faults: list[tuple[str, bool]]
 ) -> None:
@@ -132,7 +131,6 @@ async def test_a_rank_that_dies_in_a_broadcast(
     struck.close()
 
 
-@pytest.mark.long
 async def test_a_sampler_that_hangs_is_ended_and_replaced(
     make: Make, tmp_path: Path, faults: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +150,6 @@ async def test_a_sampler_that_hangs_is_ended_and_replaced(
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.long
 async def test_a_sampler_that_dies_later_gets_weights_that_were_broadcast(
     make: Make, tmp_path: Path, faults: list[tuple[str, bool]]
 ) -> None:
@@ -169,7 +166,6 @@ async def test_a_sampler_that_dies_later_gets_weights_that_were_broadcast(
     backend.close()
 
 
-@pytest.mark.long
 async def test_a_group_that_cannot_be_formed(
     make: Make, tmp_path: Path, faults: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

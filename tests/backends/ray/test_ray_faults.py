@@ -67,8 +67,8 @@ async def test_a_sampler_that_dies_between_turns_gets_no_weights(
 @pytest.mark.parametrize(
     ("saved", "ranks"),
     [
-        (False, 1),
         (True, 2),
+        pytest.param(False, 1, marks=pytest.mark.long),
         pytest.param(False, 2, marks=pytest.mark.long),
         pytest.param(True, 1, marks=pytest.mark.long),
     ],
@@ -100,7 +100,8 @@ async def test_a_dead_rank_is_replaced_and_its_steps_are_repeated(
     struck.close()
 
 
-@pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("training", [False, True])
 async def test_weights_outlive_the_rank_that_published_them(
     make: Make, tmp_path: Path, training: bool
 ) -> None:
@@ -146,6 +147,7 @@ async def test_a_rank_that_dies_while_samplers_fetch_its_weights(
     backend.close()
 
 
+@pytest.mark.long
 async def test_the_run_stops_after_too_many_deaths(make: Make, tmp_path: Path) -> None:
     backend = make(tmp_path, max_deaths=1)
     backend.begin_stage(SETTINGS, GRPO)

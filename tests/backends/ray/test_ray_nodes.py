@@ -14,7 +14,7 @@ from ludus.backends.ray.backend import RayBackend
 from ludus.core.errors import ConfigError
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
