@@ -56,6 +56,8 @@ def train(
     if (recipe is None) == (resume is None) and not (resume and recipe and "=" in recipe):
         raise ConfigError("give either a recipe or --resume RUN")
     config = None if resume else load(str(recipe), overrides, runs_dir)  # before slow imports
+    if resume:
+        _check_free(resume, runs_dir)
     of_a_start = {"--skip-sft": skip_sft, "--skip-rl": skip_rl, "--quick-test": quick_test}
     if config is not None and any(of_a_start.values()):
         config = _reduced(config, skip_sft, skip_rl, quick_test)
@@ -101,6 +103,13 @@ def train(
         opened.close()
     where = folder.report if folder.report.exists() else folder.path
     typer.echo(f"run {folder.id} is complete: {where}")
+
+
+def _check_free(run_id: str, runs_dir: str) -> None:
+    """Before slow imports. Errors: ConfigError for no such run; LudusError for one in use."""
+    from ludus.store.folders import find_run
+
+    find_run(runs_dir, run_id).lock().close()
 
 
 def _reduced(config: Any, skip_sft: bool, skip_rl: bool, quick_test: bool) -> Any:
