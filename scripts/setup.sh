@@ -39,14 +39,13 @@ names() { # of pip's output, the packages, one line each: an installation takes 
 }
 
 echo "Installing ludus and what it needs into .venv (the first time takes some minutes)"
-# Without --no-compile, pip compiles 39,000 files, which takes minutes; Python compiles what it loads.
+# pip would compile 39,000 files on one core, which takes minutes.
 PYTHONUNBUFFERED=1 .venv/bin/python -m pip install --disable-pip-version-check --no-compile \
     --progress-bar off -c constraints.txt -e '.[dev]' 2> >(grep -v '^WARNING' >&2) | names
 # The client of OpenEnv, for its test. The rest of the package is for servers, which ludus has its
 # own of, and needs forty packages more.
 .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps 'openenv==0.10.0'
-# Once, and kept, also where the shell forbids it: or each command would compile torch again.
-PYTHONDONTWRITEBYTECODE='' .venv/bin/python -c 'import ludus.pipeline.launch, ludus.models.build, sympy
-from transformers import AutoTokenizer, Qwen3ForCausalLM'
+# On all cores. Quiet, for packages hold a few files that no Python compiles, and some with warnings.
+.venv/bin/python -W ignore -m compileall -qq -j 0 .venv/lib >/dev/null 2>&1 || true
 touch .venv/.ready
 echo "Done. Next: source .venv/bin/activate && ludus --help; or make demo"
