@@ -55,8 +55,10 @@ def train(
     """Train a recipe: demonstrations, SFT, RL, evaluation, report."""
     if (recipe is None) == (resume is None) and not (resume and recipe and "=" in recipe):
         raise ConfigError("give either a recipe or --resume RUN")
-    config = None if resume else load(str(recipe), overrides, runs_dir)  # before slow imports
-    if resume:
+    config = None  # what is wrong is told before slow imports
+    if resume is None:
+        config = load(str(recipe), overrides, runs_dir)
+    else:
         _check_free(resume, runs_dir)
     of_a_start = {"--skip-sft": skip_sft, "--skip-rl": skip_rl, "--quick-test": quick_test}
     if config is not None and any(of_a_start.values()):
@@ -106,7 +108,7 @@ def train(
 
 
 def _check_free(run_id: str, runs_dir: str) -> None:
-    """Before slow imports. Errors: ConfigError for no such run; LudusError for one in use."""
+    """Errors: ConfigError for no such run; LudusError for one in use."""
     from ludus.store.folders import find_run
 
     find_run(runs_dir, run_id).lock().close()

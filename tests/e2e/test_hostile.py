@@ -31,6 +31,7 @@ from ludus.models.chat.template import load_template
         (["train", BABYAI, "store=sqlite:///folder"], 2, "folder is a folder: name a file"),
         (["train", BABYAI, "demonstrations=null", "sft.data=empty.jsonl"], 1, "no conversation"),
         (["train", "--resume", "x-1", "--runs-dir", "odd"], 2, "odd holds no runs"),
+        (["train", "--resume", "", "--runs-dir", "odd"], 2, "there is no run ''"),
         (
             ["train", BABYAI, "threads=100000000"],
             2,
