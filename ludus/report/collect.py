@@ -16,7 +16,7 @@ from ludus.evaluate import compare
 from ludus.evaluate.results import Comparison, Evaluation, read_evaluation
 from ludus.report import ReportData, Rollout, write_report
 from ludus.report.diagnosis import diagnose
-from ludus.store import RunStore
+from ludus.store import RunStatus, RunStore
 from ludus.store.folders import RunFolder, disk_faults, find_run, read_facts, show_command
 from ludus.store.rows import TrajectoryRow
 from ludus.telemetry.metrics import Line, MetricsLog
@@ -39,7 +39,8 @@ def report(folder: RunFolder, store: RunStore) -> Path:
     dropped = Counter(row.reason.split(":")[0] for row in store.dropped(folder.id))
     data = ReportData(
         name=folder.id,
-        status=str(row.status) if row.error else "completed",
+        # A run writes its report at its end, while it still counts as running.
+        status="completed" if row.status == RunStatus.RUNNING else str(row.status),
         started=row.created.strftime("%Y-%m-%d %H:%M UTC"),
         records=_records(lines),
         evaluations=evaluations,

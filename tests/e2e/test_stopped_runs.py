@@ -111,7 +111,11 @@ def test_playing_ahead_ends_by_sigterm(ludus: Ludus) -> None:
     twice = f"strike({take!r}, 2, 'terminate twice')"
     one_sentence(ludus("train", "--resume", "tiny-1", setup=twice), signal.SIGTERM)
     assert ludus.status() == "interrupted"
+    said = '<span class="bad">interrupted</span>'
+    ludus("report", "tiny-1").ok()
+    assert said in (ludus.run() / "report.html").read_text()
     ludus("train", "--resume", "tiny-1").ok()
+    assert said not in (ludus.run() / "report.html").read_text()
 
 
 HANGS = """
