@@ -55,16 +55,17 @@ def train(
     """Train a recipe: demonstrations, SFT, RL, evaluation, report."""
     if (recipe is None) == (resume is None) and not (resume and recipe and "=" in recipe):
         raise ConfigError("give either a recipe or --resume RUN")
+    of_a_start = {"--skip-sft": skip_sft, "--skip-rl": skip_rl, "--quick-test": quick_test}
+    given = [flag for flag, on in of_a_start.items() if on]
     config = None  # what is wrong is told before slow imports
     if resume is None:
         config = load(str(recipe), overrides, runs_dir)
+        if given:
+            config = _reduced(config, skip_sft, skip_rl, quick_test)
+    elif given:
+        raise ConfigError(f"{given[0]} belongs to the start of a run: a resumed one is as it began")
     else:
         _check_free(resume, runs_dir)
-    of_a_start = {"--skip-sft": skip_sft, "--skip-rl": skip_rl, "--quick-test": quick_test}
-    if config is not None and any(of_a_start.values()):
-        config = _reduced(config, skip_sft, skip_rl, quick_test)
-    elif given := [flag for flag, on in of_a_start.items() if on]:
-        raise ConfigError(f"{given[0]} belongs to the start of a run: a resumed one is as it began")
 
     from ludus.config.load import dump_changes
     from ludus.pipeline import launch
