@@ -162,6 +162,8 @@ def _resume(
             )
         for *_, path in folder.evaluation_files():
             read_evaluation(path)  # a damaged one would end the run after its training
+        if folder.metrics.exists():
+            MetricsLog.read(folder.metrics)
         complete = folder.id in rows and rows[folder.id].status == "completed"
         splits = read_splits(config, folder)
         if not list_checkpoints(folder.checkpoints):

@@ -64,7 +64,9 @@ class RunFolder:
         except InUse as error:
             raise LudusError(f"run {self.id} is {error}") from None
         except OSError as error:
-            raise LudusError(f"{self.path}: cannot lock the run: {error.strerror}") from None
+            raise LudusError(
+                f"{self.path / '.lock'}: cannot lock the run: {error.strerror}"
+            ) from None
 
     def identity(self) -> str | None:
         """Returns a name that no other run has; None for runs that were made without it.

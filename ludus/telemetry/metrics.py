@@ -165,5 +165,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Line]]:
             metrics = {k: float(v) if isinstance(v, str) else v for k, v in values.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise DataError(f"{path}: line {number} is not a line of metrics: {reason}") from None
+            raise DataError(
+                f"{path}: line {number} is not a line of metrics: {reason}; remove that line"
+            ) from None
         yield raw, Line(stage, step, when, metrics)

@@ -449,6 +449,20 @@ def test_a_damaged_evaluation_stops_a_resume_before_it_trains(
     ludus("train", "--resume", "tiny-1", "rl.steps=9").ok()
 
 
+def test_a_damaged_line_of_metrics_stops_a_resume_before_it_loads(
+    ludus: Ludus, reference: Ludus
+) -> None:
+    shutil.copytree(reference.cwd / "runs", ludus.cwd / "runs")
+    metrics = ludus.run() / "metrics.jsonl"
+    intact = metrics.read_text()
+    metrics.write_text("nonsense\n" + intact)
+    told = ["metrics.jsonl: line 1 is not a line of metrics", "remove that line"]
+    ludus("train", "--resume", "tiny-1", "rl.steps=9").refused(1, *told)
+    assert ludus.status() == "completed"
+    metrics.write_text(intact)
+    ludus("train", "--resume", "tiny-1", "rl.steps=9").ok()
+
+
 def test_damaged_findings_are_told(ludus: Ludus, reference: Ludus) -> None:
     shutil.copytree(reference.cwd / "runs", ludus.cwd / "runs")
     (ludus.run() / "findings.json").write_text('[{"kind"')

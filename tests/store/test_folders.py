@@ -120,7 +120,7 @@ def test_one_process_at_a_time_owns_a_run(tmp_path: Path):
 
 
 def test_a_run_that_cannot_be_locked(tmp_path: Path):
-    with pytest.raises(LudusError, match="demo-1: cannot lock the run: No such file"):
+    with pytest.raises(LudusError, match=r"demo-1/\.lock: cannot lock the run: No such file"):
         RunFolder(tmp_path / "demo-1").lock()
 
 

@@ -183,7 +183,8 @@ def test_a_malformed_line_is_told_with_its_number(tmp_path, text, reason):
     path.write_text('{"stage": "rl", "step": 0, "time": 0}\n' + text + "\n")
     with pytest.raises(DataError) as caught:
         MetricsLog.read(path)
-    assert str(caught.value) == f"{path}: line 2 is not a line of metrics: {reason}"
+    told = f"{path}: line 2 is not a line of metrics: {reason}; remove that line"
+    assert str(caught.value) == told
 
 
 def test_a_missing_file_is_told(tmp_path):

@@ -171,14 +171,15 @@ def excluded(history: History, config: RunConfig) -> Found | None:
     """Many episodes failed, or have no score."""
     episodes = history.last("rollout/episodes")
     lost = history.last("rollout/excluded")
-    if len(episodes) < WINDOW or not sum(episodes):
+    steps = min(WINDOW, config.rl.steps) if config.rl else WINDOW
+    if len(episodes) < steps or not sum(episodes):
         return None
     share = sum(lost) / sum(episodes)
     if not (level := level_of(share, EXCLUDED)):
         return None
     return Found(
         level,
-        f"{percent(share)} of the episodes of the last {WINDOW} steps failed or have no score, and "
-        "are left out",
+        f"{percent(share)} of the episodes of the last {len(episodes)} steps failed or have no "
+        "score, and are left out",
         "See their errors: `ludus show RUN` lists them as dropped, with their reasons",
     )

@@ -249,8 +249,8 @@ class CheckpointStore:
             if intact is None:
                 raise CheckpointError(f"{text}. No checkpoint of {self.folder} is intact")
             raise CheckpointError(
-                f"{text}. The newest intact checkpoint is {intact.path.name}: resume from it with "
-                f"`ludus train --resume {self.folder.absolute().parent.name} --skip-damaged`"
+                f"{text}. The newest intact checkpoint is {intact.path.name}: to resume from it, "
+                "add --skip-damaged to the same command"
             )
         for problem in damage:
             _log.warning("skipped a damaged checkpoint: %s", problem)

@@ -232,6 +232,14 @@ def test_metrics_decide_alone_so_a_resumed_run_finds_the_same(config: RunConfig)
     assert resumed.findings == diagnose(config, every).findings
 
 
+def test_lost_episodes_of_a_short_run_are_told(config: RunConfig) -> None:
+    assert config.rl is not None
+    short = config.model_copy(update={"rl": config.rl.model_copy(update={"steps": 4})})
+    [found] = diagnose(short, lines(4, {"rollout/excluded": 64.0})).findings
+    assert (found.kind, found.step) == ("excluded", 3)
+    assert "25 % of the episodes of the last 4 steps" in found.text
+
+
 def test_an_evaluation_is_compared_with_the_start(config: RunConfig) -> None:
     diagnosis = Diagnosis(config)
     gain = {"evaluate/gain": 0.02, "evaluate/gain_low": -0.01, "evaluate/gain_high": 0.05}

@@ -484,7 +484,7 @@ def test_a_damaged_newest_is_refused_or_skipped_on_request(
         store.latest()
     assert "rl-000002/model.safetensors is altered" in str(caught.value)
     assert "rl-000001" in str(caught.value)
-    assert "--resume run --skip-damaged" in str(caught.value)
+    assert "add --skip-damaged" in str(caught.value)
     with caplog.at_level(logging.WARNING):
         info = store.latest(skip_damaged=True)
     assert info is not None
