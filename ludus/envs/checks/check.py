@@ -21,6 +21,7 @@ from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, counted
 from ludus.core.types import Message, Spec, Task, ToolCall
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert, expert_knows_more, limits_of
+from ludus.envs.checks.differences import difference, expert_change
 from ludus.envs.checks.outcomes import Outcome, check_outcomes, check_speed
 from ludus.envs.checks.own_tasks import own_tasks
 from ludus.envs.checks.play import Player, Turn, play_in_process
@@ -45,6 +46,12 @@ STOPPED = "; the remaining checks did not run"
 
 LARGE = 100_000
 """Characters of the messages of one call that are told."""
+
+SEEDED = (
+    "The same task has to give the same episode: derive all randomness from it, for example "
+    "`random.Random(task.data['seed'])`"
+)
+HASHED = "Order sets before use, and use no `hash()`: both differ between processes"
 
 PROCESS_S = 3.0
 """Seconds in which a new process usually starts."""
@@ -195,22 +202,30 @@ async def _declarations(subject: Subject, player: Player) -> None:
 
 
 async def _determinism(subject: Subject, player: Player) -> None:
-    for task in subject.tasks if not player.slow or subject.spec is None else ():
+    differ: list[str] = []
+    tasks = subject.tasks if not player.slow or subject.spec is None else ()
+    for task in tasks:
         first = await player.episode(task)
         second = await player.episode(task, _actions(first))
         if first != second:
-            text = f"{task.id}, twice with the same actions, differs: {_difference(first, second)}"
-            subject.error("determinism", text)
+            differ.append(f"{task.id}: {difference(first, second)}")
         else:
             subject.played[task.id] = _actions(first)
-    if subject.spec is not None:
+    if differ:
+        subject.repeats = False
+        subject.error(
+            "determinism",
+            f"{len(differ)} of {counted(len(tasks), 'task')}, played twice with the same actions, "
+            f"{'differs' if len(differ) == 1 else 'differ'}; {differ[0]}. {SEEDED}",
+        )
+    elif subject.spec is not None:
         task, limit = subject.tasks[0], subject.timeout_s + PROCESS_START_S
         first = (
             await player.episode(task) if not player.slow else subject.first[: player.max_turns + 1]
         )
         second = play_in_process(subject.spec, task, _actions(first), limit)
         if first != second:
-            text = f"{task.id} differs in another process: {_difference(first, second)}"
+            text = f"{task.id} differs in another process: {difference(first, second)}. {HASHED}"
             subject.error("determinism", text)
 
 
@@ -242,7 +257,7 @@ async def _expert(subject: Subject, player: Player) -> None:
             subject.error("rewards", text)
         before = subject.played.get(task.id, actions)
         if before != actions:
-            subject.note("expert", f"{task.id}, played twice: {_change(before, actions)}")
+            subject.note("expert", f"{task.id}, played twice: {expert_change(before, actions)}")
         outcomes.append(Outcome(task, total, num_turns, size, env.max_turns, done))
         if not done:
             text = f"{task.id}: the episode does not end in {player.max_turns} turns"
@@ -325,8 +340,8 @@ async def _life_cycle(subject: Subject, player: Player) -> None:
         except Exception as error:
             subject.error("close", f"the {time} close raised {type(error).__name__}: {error}")
     second = [turn async for turn in player.turns(env, task, _actions(first))]
-    if first != second:
-        text = f"reset after close: {task.id} differs: {_difference(first, second)}"
+    if first != second and subject.repeats:
+        text = f"reset after close: {task.id} differs: {difference(first, second)}"
         subject.error("life cycle", text)
     await player.close_env(env)
 
@@ -347,6 +362,8 @@ async def _refuses_step(subject: Subject, player: Player, env: Env, when: str) -
 
 async def _independence(subject: Subject, player: Player) -> None:
     """Interleaved episodes, of different tasks and of the same task, do not affect each other."""
+    if not subject.repeats:  # they would differ anyhow
+        return
     first_tasks = subject.tasks[:4]
     episodes = [await player.episode(task) for task in first_tasks]
     tasks, alone = [*first_tasks, *first_tasks], [*episodes, *episodes]
@@ -363,7 +380,7 @@ async def _independence(subject: Subject, player: Player) -> None:
             interleaved[i].append(turn)
     for task, one, other in zip(tasks, alone, interleaved, strict=True):
         if one != other:
-            text = f"{task.id} differs beside other episodes: {_difference(one, other)}"
+            text = f"{task.id} differs beside other episodes: {difference(one, other)}"
             subject.error("independence", text)
     for env in envs:
         await player.close_env(env)
@@ -383,33 +400,3 @@ CHECKS: dict[str, Check] = {
 
 def _actions(turns: list[Turn]) -> list[str]:
     return [action for action, *_ in turns[1:]]
-
-
-def _change(first: list[str], second: list[str]) -> str:
-    """The difference of two plays of the expert, in words."""
-    pairs = enumerate(zip(first, second, strict=False), start=1)
-    found = next(((number, one, other) for number, (one, other) in pairs if one != other), None)
-    what = f"takes {len(first)} turns and then {len(second)}"
-    if found is not None:
-        number, one, other = found
-        what = f"takes, in turn {number}, {_cut(repr(one))} and then {_cut(repr(other))}"
-    return (
-        f"the expert {what}: the same task has to give the same demonstration; derive all "
-        "randomness from the task"
-    )
-
-
-def _difference(first: list[Turn], second: list[Turn]) -> str:
-    for number, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            place = f"turn {number}" if number else "the opening"
-            return f"{place}, {_short(one)} and then {_short(other)}"
-    return f"{len(first) - 1} turns and then {len(second) - 1}"
-
-
-def _short(turn: Turn) -> str:
-    return _cut(repr(turn[1:]))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 120 else text[:117] + "..."

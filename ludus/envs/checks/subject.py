@@ -28,8 +28,8 @@ class Subject:
     """The environment under test and the findings so far, without duplicates.
 
     `report` receives each finding when it is found. `played` has the expert's actions by the task's
-    id, of the tasks whose episodes do not differ with the same actions. `first`: the episode that
-    measured the speed.
+    id, of the tasks whose episodes do not differ with the same actions. `repeats`: false where an
+    episode differed from itself. `first`: the episode that measured the speed.
     """
 
     spec: Spec | None
@@ -40,7 +40,7 @@ class Subject:
     tasks: list[Task] = field(default_factory=list)
     findings: dict[Finding, None] = field(default_factory=dict)
     played: dict[str, list[str]] = field(default_factory=dict)
-
+    repeats: bool = True
     first: list[Turn] = field(default_factory=list)
 
     def error(self, check: str, detail: str) -> None:

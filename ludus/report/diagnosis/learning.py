@@ -333,7 +333,8 @@ def no_gain(history: History, config: RunConfig) -> Found | None:
     return Found(
         1,
         f"success on held-out tasks is not significantly above its start: {told}",
-        f"Train longer (`rl.steps`); to tell a smaller gain, {_more_heldout(config)}",
+        "Train longer (`rl.steps`, or a recipe of `ludus init --minutes`); to tell a smaller gain, "
+        + _more_heldout(config),
     )
 
 

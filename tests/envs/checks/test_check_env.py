@@ -100,6 +100,13 @@ async def test_an_expert_that_differs_between_two_plays_of_a_task_is_told() -> N
     assert found[1] != found[2]
 
 
+async def test_one_finding_tells_that_tasks_differ_between_two_plays_and_the_cure() -> None:
+    [finding] = await check_env(faulty.NotDeterministic, num_tasks=3)
+    said = r"of 3 tasks, played twice with the same actions, differs?; digit/\d: the opening has "
+    assert re.search(said + r"'(.+)' and then '(.+)'\. The same task", finding.detail)
+    assert "random.Random(task.data['seed'])" in finding.detail
+
+
 async def test_a_hash_seed_is_seen_through_in_another_process() -> None:
     findings = await check_env(Spec(name="faulty_envs:HashDependent"), num_tasks=1)
     assert [f.check for f in findings] == ["determinism"]

@@ -279,7 +279,9 @@ def test_a_fall_is_not_answered_with_more_of_the_same(config: RunConfig) -> None
 def test_other_findings_are_named_only_where_there_are_some(config: RunConfig) -> None:
     gain = {"evaluate/gain": 0.02, "evaluate/gain_low": -0.01, "evaluate/gain_high": 0.05}
     [alone] = Diagnosis(config).step("evaluate/after", 0, gain)
-    assert alone.advice.startswith("Train longer (`rl.steps`)")
+    assert alone.advice.startswith(
+        "Train longer (`rl.steps`, or a recipe of `ludus init --minutes`); to tell"
+    )
     cut = diagnose(config, lines(12, {"rollout/truncated_length": 0.5}))
     assert [finding.kind for finding in cut.findings] == ["length"]
     [after] = cut.step("evaluate/after", 0, gain)

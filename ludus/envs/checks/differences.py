@@ -1,0 +1,71 @@
+"""What differs between two plays of a task, in words."""
+
+from __future__ import annotations
+
+import json
+
+from ludus.core.errors import counted
+from ludus.envs.checks.play import Turn
+
+
+def expert_change(first: list[str], second: list[str]) -> str:
+    """The difference of two plays of the expert, in words."""
+    pairs = enumerate(zip(first, second, strict=False), start=1)
+    found = next(((number, one, other) for number, (one, other) in pairs if one != other), None)
+    what = f"takes {len(first)} turns and then {len(second)}"
+    if found is not None:
+        number, one, other = found
+        what = f"takes, in turn {number}, {_cut(repr(one))} and then {_cut(repr(other))}"
+    return (
+        f"the expert {what}: the same task has to give the same demonstration; derive all "
+        "randomness from the task"
+    )
+
+
+def difference(first: list[Turn], second: list[Turn]) -> str:
+    """The first difference of two episodes with the same actions, in words."""
+    for number, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            place = f"turn {number}" if number else "the opening"
+            return f"{place} has {_changed(one, other)}"
+    return f"it has {counted(len(first) - 1, 'turn')} and then {len(second) - 1}"
+
+
+def _changed(one: Turn, other: Turn) -> str:
+    """What differs first between two turns, in words."""
+    for mine, its in zip(one[1], other[1], strict=False):
+        said, then = _fields(mine), _fields(its)
+        for key in said:
+            if said[key] != then.get(key):
+                what = "" if key == "content" else f"{key} "
+                return f"{what}{_around(said[key], then.get(key))}"
+    if one[1] != other[1]:
+        return f"{counted(len(one[1]), 'message')} and then {len(other[1])}"
+    names = ("the reward", "terminated", "truncated")
+    return next(
+        f"{name} {mine} and then {its}"
+        for name, mine, its in zip(names, one[2:], other[2:], strict=True)
+        if mine != its
+    )
+
+
+def _fields(message: str) -> dict[str, object]:
+    """The fields of a message that `Player.turns` dumped; what was none is a content."""
+    try:
+        return dict(json.loads(message))
+    except ValueError:
+        return {"content": message}
+
+
+def _around(one: object, other: object) -> str:
+    """Two different values, from a little before the place where their texts differ."""
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in (one, other)]
+    pairs = enumerate(zip(*texts, strict=False))
+    differ = next((place for place, (a, b) in pairs if a != b), min(map(len, texts)))
+    start = max(differ - 40, 0)
+    cut = "..." if start else ""
+    return " and then ".join(_cut(repr(cut + text[start:])) for text in texts)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 120 else text[:117] + "..."
