@@ -285,7 +285,7 @@ def test_other_findings_are_named_only_where_there_are_some(config: RunConfig) -
     cut = diagnose(config, lines(12, {"rollout/truncated_length": 0.5}))
     assert [finding.kind for finding in cut.findings] == ["length"]
     [after] = cut.step("evaluate/after", 0, gain)
-    assert after.advice.startswith("See the other findings; else train longer (`rl.steps`)")
+    assert after.advice.startswith("See the other findings; else train longer (`rl.steps`, ")
     passed = diagnose(
         config, lines(40, lambda step: {"rollout/truncated_length": 0.5 * (step < 12)})
     )
