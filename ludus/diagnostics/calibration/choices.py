@@ -56,8 +56,12 @@ SIGNAL = 0.5
 LONGEST_STEP_S = 5.0
 """Seconds of an RL step above which it has fewer groups: many steps beat large ones."""
 
-SFT_TOKENS = 8192
-"""Tokens of a step of SFT above which it has fewer episodes: about a second on one core."""
+SFT_TOKENS, SFT_TOKENS_PRETRAINED = 2048, 8192
+"""Tokens of a step of SFT above which it has fewer episodes. A model from scratch learns twice as
+much from the same tokens in small steps (docs/log.md)."""
+
+LEAST_PER_STEP = 2
+"""Fewest demonstrations of a step of SFT."""
 
 MAX_RL_STEPS = 2000
 """Most steps of RL."""
@@ -145,10 +149,12 @@ def context(lengths: Lengths, max_turns: int, room: int) -> int:
     return min(max(64 * math.ceil(grown / 64), 128), MAX_CONTEXT)
 
 
-def episodes_per_step(lengths: Lengths, most: int) -> int:
-    """Demonstrations of a step of SFT, so few that a step has SFT_TOKENS tokens; at least 8."""
+def episodes_per_step(lengths: Lengths, most: int, from_scratch: bool = True) -> int:
+    """Demonstrations of a step of SFT, so few that a step has SFT_TOKENS tokens, or as many as
+    SFT_TOKENS_PRETRAINED for a model that is not `from_scratch`."""
+    tokens, least = (SFT_TOKENS, LEAST_PER_STEP) if from_scratch else (SFT_TOKENS_PRETRAINED, 8)
     number = most
-    while number > 8 and number * lengths.episode_mean > SFT_TOKENS:
+    while number > least and number * lengths.episode_mean > tokens:
         number //= 2
     return number
 

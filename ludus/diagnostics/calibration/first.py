@@ -208,7 +208,9 @@ def with_lengths(
     batch = max(8192, context)
     sft = config.sft
     if sft is not None:
-        number = choices.episodes_per_step(lengths, sft.episodes_per_step)
+        number = choices.episodes_per_step(
+            lengths, sft.episodes_per_step, from_scratch=config.model.path is None
+        )
         sft = sft.model_copy(update={"tokens_per_batch": batch, "episodes_per_step": number})
     rl = config.rl.model_copy(update={"tokens_per_batch": batch}) if config.rl else None
     return config.model_copy(

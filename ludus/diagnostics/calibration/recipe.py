@@ -178,7 +178,8 @@ def _sft(c: Calibration) -> Iterator[Line]:
     yield "data", sft.data, ""
     yield "steps", sft.steps, "at most"
     if sft.episodes_per_step != type(sft).model_fields["episodes_per_step"].default:
-        yield "episodes_per_step", sft.episodes_per_step, "they are long"
+        told = "they are long: many small steps teach more than a few large ones"
+        yield "episodes_per_step", sft.episodes_per_step, told
     if sft.observation_weight:
         yield "observation_weight", sft.observation_weight, "prompts and observations train too"
     if sft.until is not None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from ludus.backends.local import LocalBackend
 from ludus.config.schema import RunConfig
-from ludus.config.training import SFTUntilConfig
+from ludus.config.training import SFTConfig, SFTUntilConfig
 from ludus.core.errors import ConfigError
 from ludus.core.types import Group, Status
 from ludus.data.conversations import Conversation, replay_all
@@ -33,8 +33,8 @@ RATES = (2e-3, 1e-3, 4e-3)
 """Learning rates of SFT that are tried, for a model from scratch; the likeliest first, for where
 time allows only one."""
 
-RATE_STEPS = 20
-"""Steps of SFT at each rate."""
+RATE_STEPS, RATE_STEPS_SMALL = 20, 40
+"""Steps of SFT at each rate; the second where long episodes make steps of few."""
 
 NUM_UNSEEN = 64
 """Episodes of the expert that a trial of SFT does not show, for the loss; at most a fifth."""
@@ -67,7 +67,7 @@ class Trial:
     """Measurements of the trials; seconds are wall time.
 
     Args:
-        losses: loss per token of unseen episodes after RATE_STEPS steps of SFT, by learning rate.
+        losses: loss per token of unseen episodes after a few steps of SFT, by learning rate.
         curve: steps of SFT and success of sampled episodes.
         signal: share of groups with different rewards, by temperature; `success` likewise.
         rl_step_s: of a step with the groups of the configuration.
@@ -125,16 +125,17 @@ async def try_out(
     number = min(NUM_UNSEEN, max(len(conversations) // 5, 1))
     shown, held = conversations[number:] or conversations, conversations[:number]
     runs: list[tuple[float, Run, Stage, int]] = []
+    rate_steps = _rate_steps(config)
     try:
         for rate in RATES:
             made = build(_at_rate(config, rate), RunFolder(folder), splits, tokenizer, shown)
             metrics, stage = _Metrics(), sft_stage(made, lambda _: None)[0]
             try:
-                await _steps(made, stage, metrics, 0, RATE_STEPS, begun + seconds / 2)
+                await _steps(made, stage, metrics, 0, rate_steps, begun + seconds / 2)
             finally:
                 runs.append((rate, made, stage, len(metrics.rows)))
-            trial.sft_step_s = metrics.mean("time/step_s", RATE_STEPS // 2)
-            if len(metrics.rows) < RATE_STEPS and trial.losses:
+            trial.sft_step_s = metrics.mean("time/step_s", rate_steps // 2)
+            if len(metrics.rows) < rate_steps and trial.losses:
                 break  # after fewer steps, its loss compares with no other
             trial.losses[rate] = unseen_loss(made, held)
             say(
@@ -192,6 +193,12 @@ def growth(groups: Sequence[Group], turns: float) -> float:
     return then / now if now else 1.0
 
 
+def _rate_steps(config: RunConfig) -> int:
+    assert config.sft is not None
+    usual = SFTConfig.model_fields["episodes_per_step"].default
+    return RATE_STEPS if config.sft.episodes_per_step >= usual else RATE_STEPS_SMALL
+
+
 def _at_rate(config: RunConfig, rate: float) -> RunConfig:
     assert config.sft is not None
     optimizer = config.sft.optimizer.model_copy(update={"lr": rate})
@@ -232,7 +239,8 @@ async def _sft(
         ended = sft_end.reason_to_end(settings, [value for _, value in trial.curve])
         if ended or step >= stage.steps or time.perf_counter() > until:
             return
-        more = max(settings.every, 10 * (step // 30))  # fewer measurements as it goes on
+        as_long = math.ceil(trial.eval_s / trial.sft_step_s) if trial.sft_step_s else 0
+        more = max(settings.every, 10 * (step // 30), as_long)  # fewer measurements as it goes on
         await _steps(run_, stage, metrics, step, step + more)
         step += more
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ludus.core.types import Message
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import choices
@@ -41,6 +43,14 @@ def test_a_context_holds_the_turns_of_a_failing_episode() -> None:
     assert room == 6
     assert choices.context(LENGTHS, max_turns=10, room=room) == 320  # 40 + 10 x (20 + 6 - 3)
     assert choices.context(LENGTHS, max_turns=10_000, room=room) == choices.MAX_CONTEXT
+
+
+def test_a_step_of_sft_has_about_as_many_tokens_whatever_the_length_of_episodes() -> None:
+    def per_step(tokens: float, **more: bool) -> int:
+        return choices.episodes_per_step(replace(LENGTHS, episode_mean=tokens), 32, **more)
+
+    assert [per_step(tokens) for tokens in (37, 64, 167, 247, 611, 5000)] == [32, 32, 8, 8, 2, 2]
+    assert [per_step(n, from_scratch=False) for n in (247, 611, 5000)] == [32, 8, 8]
 
 
 def test_training_tasks_leave_worlds_to_hold_out() -> None:
