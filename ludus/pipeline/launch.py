@@ -163,7 +163,7 @@ def _resume(
         for *_, path in folder.evaluation_files():
             read_evaluation(path)  # a damaged one would end the run after its training
         if folder.metrics.exists():
-            MetricsLog.read(folder.metrics)
+            MetricsLog.read(folder.metrics)  # damaged lines, before anything is loaded or changed
         complete = folder.id in rows and rows[folder.id].status == "completed"
         splits = read_splits(config, folder)
         if not list_checkpoints(folder.checkpoints):

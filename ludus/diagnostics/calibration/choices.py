@@ -57,11 +57,11 @@ LONGEST_STEP_S = 5.0
 """Seconds of an RL step above which it has fewer groups: many steps beat large ones."""
 
 SFT_TOKENS, SFT_TOKENS_PRETRAINED = 2048, 8192
-"""Tokens of a step of SFT above which it has fewer episodes. A model from scratch learns twice as
-much from the same tokens in small steps (docs/log.md)."""
+"""Most tokens of a step of SFT. Small steps teach a model from scratch more from the same tokens
+(docs/log.md, *Small steps of SFT*)."""
 
-LEAST_PER_STEP = 2
-"""Fewest demonstrations of a step of SFT."""
+FEWEST_PER_STEP, FEWEST_PER_STEP_PRETRAINED = 2, 8
+"""Fewest demonstrations of a step of SFT, also where these have more tokens."""
 
 MAX_RL_STEPS = 2000
 """Most steps of RL."""
@@ -150,11 +150,12 @@ def context(lengths: Lengths, max_turns: int, room: int) -> int:
 
 
 def episodes_per_step(lengths: Lengths, most: int, from_scratch: bool = True) -> int:
-    """Demonstrations of a step of SFT, so few that a step has SFT_TOKENS tokens, or as many as
-    SFT_TOKENS_PRETRAINED for a model that is not `from_scratch`."""
-    tokens, least = (SFT_TOKENS, LEAST_PER_STEP) if from_scratch else (SFT_TOKENS_PRETRAINED, 8)
+    """Demonstrations of a step of SFT: `most`, halved until they keep the limit of tokens."""
+    tokens, fewest = SFT_TOKENS_PRETRAINED, FEWEST_PER_STEP_PRETRAINED
+    if from_scratch:
+        tokens, fewest = SFT_TOKENS, FEWEST_PER_STEP
     number = most
-    while number > least and number * lengths.episode_mean > tokens:
+    while number > fewest and number * lengths.episode_mean > tokens:
         number //= 2
     return number
 

@@ -15,6 +15,7 @@ from ludus.core.errors import counted
 from ludus.core.types import Spec
 from ludus.data.conversations import Conversation
 from ludus.diagnostics.calibration.calibrate import Calibration
+from ludus.diagnostics.calibration.trials import small_steps
 
 Line = tuple[str, Any, str]
 """A key, its value, and the reason; the value None is left out."""
@@ -177,7 +178,7 @@ def _sft(c: Calibration) -> Iterator[Line]:
         return
     yield "data", sft.data, ""
     yield "steps", sft.steps, "at most"
-    if sft.episodes_per_step != type(sft).model_fields["episodes_per_step"].default:
+    if small_steps(sft):
         told = "they are long: many small steps teach more than a few large ones"
         yield "episodes_per_step", sft.episodes_per_step, told
     if sft.observation_weight:

@@ -34,7 +34,7 @@ RATES = (2e-3, 1e-3, 4e-3)
 time allows only one."""
 
 RATE_STEPS, RATE_STEPS_SMALL = 20, 40
-"""Steps of SFT at each rate; the second where long episodes make steps of few."""
+"""Steps of SFT at each rate; the second for `small_steps`."""
 
 NUM_UNSEEN = 64
 """Episodes of the expert that a trial of SFT does not show, for the loss; at most a fifth."""
@@ -125,7 +125,8 @@ async def try_out(
     number = min(NUM_UNSEEN, max(len(conversations) // 5, 1))
     shown, held = conversations[number:] or conversations, conversations[:number]
     runs: list[tuple[float, Run, Stage, int]] = []
-    rate_steps = _rate_steps(config)
+    assert config.sft is not None
+    rate_steps = RATE_STEPS_SMALL if small_steps(config.sft) else RATE_STEPS
     try:
         for rate in RATES:
             made = build(_at_rate(config, rate), RunFolder(folder), splits, tokenizer, shown)
@@ -193,10 +194,10 @@ def growth(groups: Sequence[Group], turns: float) -> float:
     return then / now if now else 1.0
 
 
-def _rate_steps(config: RunConfig) -> int:
-    assert config.sft is not None
-    usual = SFTConfig.model_fields["episodes_per_step"].default
-    return RATE_STEPS if config.sft.episodes_per_step >= usual else RATE_STEPS_SMALL
+def small_steps(sft: SFTConfig) -> bool:
+    """True where long episodes leave a step of SFT fewer than the default."""
+    default: int = SFTConfig.model_fields["episodes_per_step"].default
+    return sft.episodes_per_step < default
 
 
 def _at_rate(config: RunConfig, rate: float) -> RunConfig:

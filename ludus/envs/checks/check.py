@@ -21,7 +21,7 @@ from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, counted
 from ludus.core.types import Message, Spec, Task, ToolCall
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert, expert_knows_more, limits_of
-from ludus.envs.checks.differences import difference, expert_change
+from ludus.envs.checks.differences import HASHED, SEEDED, difference, expert_change
 from ludus.envs.checks.outcomes import Outcome, check_outcomes, check_speed
 from ludus.envs.checks.own_tasks import own_tasks
 from ludus.envs.checks.play import Player, Turn, play_in_process
@@ -46,12 +46,6 @@ STOPPED = "; the remaining checks did not run"
 
 LARGE = 100_000
 """Characters of the messages of one call that are told."""
-
-SEEDED = (
-    "The same task has to give the same episode: derive all randomness from it, for example "
-    "`random.Random(task.data['seed'])`"
-)
-HASHED = "Order sets before use, and use no `hash()`: both differ between processes"
 
 PROCESS_S = 3.0
 """Seconds in which a new process usually starts."""

@@ -1,4 +1,4 @@
-"""What differs between two plays of a task, in words."""
+"""Describes differences between two plays of a task."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ import json
 from ludus.core.errors import counted
 from ludus.envs.checks.play import Turn
 
+SEEDED = (
+    "The same task has to give the same episode: derive all randomness from it, for example "
+    "`random.Random(task.data['seed'])`"
+)
+HASHED = "Order sets before use, and use no `hash()`: both differ between processes"
+"""Remedies for episodes that differ: in one process, and between processes."""
+
 
 def expert_change(first: list[str], second: list[str]) -> str:
-    """The difference of two plays of the expert, in words."""
+    """Describes the first difference of two plays of the expert."""
     pairs = enumerate(zip(first, second, strict=False), start=1)
     found = next(((number, one, other) for number, (one, other) in pairs if one != other), None)
     what = f"takes {len(first)} turns and then {len(second)}"
@@ -23,7 +30,7 @@ def expert_change(first: list[str], second: list[str]) -> str:
 
 
 def difference(first: list[Turn], second: list[Turn]) -> str:
-    """The first difference of two episodes with the same actions, in words."""
+    """Describes the first difference of two episodes with the same actions."""
     for number, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             place = f"turn {number}" if number else "the opening"
@@ -32,7 +39,7 @@ def difference(first: list[Turn], second: list[Turn]) -> str:
 
 
 def _changed(one: Turn, other: Turn) -> str:
-    """What differs first between two turns, in words."""
+    """Describes the first difference of two turns."""
     for mine, its in zip(one[1], other[1], strict=False):
         said, then = _fields(mine), _fields(its)
         for key in said:

@@ -250,7 +250,7 @@ class CheckpointStore:
                 raise CheckpointError(f"{text}. No checkpoint of {self.folder} is intact")
             raise CheckpointError(
                 f"{text}. The newest intact checkpoint is {intact.path.name}: to resume from it, "
-                "add --skip-damaged to the same command"
+                "add --skip-damaged to `ludus train --resume`"
             )
         for problem in damage:
             _log.warning("skipped a damaged checkpoint: %s", problem)
