@@ -140,6 +140,11 @@ class HashDependent(Digit):
         return Observation(messages=user(f"guess a digit {hash('digit')}"))
 
 
+class HashDependentExpert(Digit):
+    def expert_action(self) -> str:
+        return str(self.secret) if self.tries else str(100 + hash("digit"))
+
+
 class SeedsTheWorld(Digit):
     async def reset(self, task: Task) -> Observation:
         random.seed(task.data["seed"])

@@ -179,7 +179,8 @@ def _sft(c: Calibration) -> Iterator[Line]:
     yield "data", sft.data, ""
     yield "steps", sft.steps, "at most"
     if small_steps(sft):
-        told = "they are long: many small steps teach more than a few large ones"
+        tokens = sft.episodes_per_step * c.lengths.episode_mean
+        told = f"about {tokens:,.0f} tokens: many small steps teach more than a few large ones"
         yield "episodes_per_step", sft.episodes_per_step, told
     if sft.observation_weight:
         yield "observation_weight", sft.observation_weight, "prompts and observations train too"

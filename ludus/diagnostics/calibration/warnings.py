@@ -135,8 +135,8 @@ def of_time(planned_s: float, minutes: float) -> Iterator[str]:
     if planned_s > 1.1 * 60 * minutes:
         yield (
             f"the recipe takes about {counted(planned_s / 60, 'minute')}, more than the "
-            f"{minutes:g} of --minutes: fewer steps would teach nothing; make the environment's "
-            "steps or episodes shorter"
+            f"{minutes:g} of --minutes: fewer steps would teach nothing; give it these minutes, or "
+            "make the environment's steps or episodes shorter"
         )
 
 

@@ -21,10 +21,11 @@ from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, counted
 from ludus.core.types import Message, Spec, Task, ToolCall
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert, expert_knows_more, limits_of
-from ludus.envs.checks.differences import HASHED, SEEDED, difference, expert_change
+from ludus.envs.checks.determinism import check_determinism
+from ludus.envs.checks.differences import difference, expert_change
 from ludus.envs.checks.outcomes import Outcome, check_outcomes, check_speed
 from ludus.envs.checks.own_tasks import own_tasks
-from ludus.envs.checks.play import Player, Turn, play_in_process
+from ludus.envs.checks.play import Player, Turn, actions_of
 from ludus.envs.checks.subject import Finding, Subject
 
 RUBBISH = {
@@ -49,9 +50,6 @@ LARGE = 100_000
 
 PROCESS_S = 3.0
 """Seconds in which a new process usually starts."""
-
-PROCESS_START_S = 60.0
-"""Time allowance for the imports of a new process, in addition to the episode's."""
 
 
 async def check_env(
@@ -195,36 +193,9 @@ async def _declarations(subject: Subject, player: Player) -> None:
     await player.close_env(env)
 
 
-async def _determinism(subject: Subject, player: Player) -> None:
-    differ: list[str] = []
-    tasks = subject.tasks if not player.slow or subject.spec is None else ()
-    for task in tasks:
-        first = await player.episode(task)
-        second = await player.episode(task, _actions(first))
-        if first != second:
-            differ.append(f"{task.id}: {difference(first, second)}")
-        else:
-            subject.played[task.id] = _actions(first)
-    if differ:
-        subject.repeats = False
-        subject.error(
-            "determinism",
-            f"{len(differ)} of {counted(len(tasks), 'task')}, played twice with the same actions, "
-            f"{'differs' if len(differ) == 1 else 'differ'}; {differ[0]}. {SEEDED}",
-        )
-    elif subject.spec is not None:
-        task, limit = subject.tasks[0], subject.timeout_s + PROCESS_START_S
-        first = (
-            await player.episode(task) if not player.slow else subject.first[: player.max_turns + 1]
-        )
-        second = play_in_process(subject.spec, task, _actions(first), limit)
-        if first != second:
-            text = f"{task.id} differs in another process: {difference(first, second)}. {HASHED}"
-            subject.error("determinism", text)
-
-
 async def _expert(subject: Subject, player: Player) -> None:
     without: list[str] = []
+    outside: list[str] = []
     outcomes: list[Outcome] = []
     for task in subject.tasks:
         env = await player.new()
@@ -247,8 +218,9 @@ async def _expert(subject: Subject, player: Player) -> None:
         finally:
             await player.close_env(env)
         if math.isfinite(total) and not low - 1e-9 <= total <= high + 1e-9:
-            text = f"{task.id}: the reward {total:g} is outside of score_range {low:g} to {high:g}"
-            subject.error("rewards", text)
+            outside.append(
+                f"{task.id}: the reward {total:g} is outside of score_range {low:g} to {high:g}"
+            )
         before = subject.played.get(task.id, actions)
         if before != actions:
             subject.note("expert", f"{task.id}, played twice: {expert_change(before, actions)}")
@@ -260,7 +232,13 @@ async def _expert(subject: Subject, player: Player) -> None:
             text = "no step gives a reward (it is None): a judge has to score the episodes"
             subject.note("rewards", text)
         elif total < env.success_at:
-            subject.note("expert", f"{task.id}: the expert lost, with a reward of {total:g}")
+            needed = f"success_at is {env.success_at:g}"
+            text = f"{task.id}: the expert lost, with a reward of {total:g} ({needed})"
+            subject.note("expert", text)
+    if outside:
+        others = f" (so it is in {counted(len(outside) - 1, 'other task')})" if outside[1:] else ""
+        text = f"{outside[0]}{others}: scale it, or set `score_range` in the class"
+        subject.error("rewards", text)
     if without:
         subject.note("expert", f"there is none for {', '.join(without)}")
     await check_outcomes(subject, player, outcomes)
@@ -333,7 +311,7 @@ async def _life_cycle(subject: Subject, player: Player) -> None:
             raise
         except Exception as error:
             subject.error("close", f"the {time} close raised {type(error).__name__}: {error}")
-    second = [turn async for turn in player.turns(env, task, _actions(first))]
+    second = [turn async for turn in player.turns(env, task, actions_of(first))]
     if first != second and subject.repeats:
         text = f"reset after close: {task.id} differs: {difference(first, second)}"
         subject.error("life cycle", text)
@@ -363,7 +341,7 @@ async def _independence(subject: Subject, player: Player) -> None:
     tasks, alone = [*first_tasks, *first_tasks], [*episodes, *episodes]
     envs = [await player.new() for _ in tasks]
     plays = [
-        player.turns(env, task, _actions(turns))
+        player.turns(env, task, actions_of(turns))
         for env, task, turns in zip(envs, tasks, alone, strict=True)
     ]
     interleaved: list[list[Turn]] = [[] for _ in tasks]
@@ -383,14 +361,10 @@ async def _independence(subject: Subject, player: Player) -> None:
 CHECKS: dict[str, Check] = {
     "declarations": _declarations,
     "speed": check_speed,
-    "determinism": _determinism,
+    "determinism": check_determinism,
     "expert": _expert,
     "rubbish": _rubbish,
     "tools": _tools,
     "life cycle": _life_cycle,
     "independence": _independence,
 }
-
-
-def _actions(turns: list[Turn]) -> list[str]:
-    return [action for action, *_ in turns[1:]]

@@ -9,9 +9,12 @@ from ludus.envs.checks.play import Turn
 
 SEEDED = (
     "The same task has to give the same episode: derive all randomness from it, for example "
-    "`random.Random(task.data['seed'])`"
+    "`random.Random(task.data['seed'])`, and keep nothing from an earlier episode"
 )
-HASHED = "Order sets before use, and use no `hash()`: both differ between processes"
+HASHED = (
+    "Between processes the order of sets differs, `hash()` of a text, the clock, and addresses in "
+    "texts such as `<object at 0x7f...>`"
+)
 """Remedies for episodes that differ: in one process, and between processes."""
 
 

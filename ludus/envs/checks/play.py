@@ -209,6 +209,11 @@ class Player:
             await self.close_env(env)
 
 
+def actions_of(turns: Sequence[Turn]) -> list[str]:
+    """The actions of an episode; its opening has none."""
+    return [action for action, *_ in turns[1:]]
+
+
 def kind(value: object) -> str:
     """The type of a wrong answer, in words."""
     return "None" if value is None else f"a {type(value).__name__}"

@@ -113,6 +113,13 @@ async def test_a_hash_seed_is_seen_through_in_another_process() -> None:
     assert "another process" in findings[0].detail
 
 
+async def test_an_expert_that_differs_in_another_process_is_told() -> None:
+    [finding] = await check_env(Spec(name="faulty_envs:HashDependentExpert"), num_tasks=1)
+    assert (finding.severity, finding.check) == ("note", "expert")
+    assert "digit/0, played in another process: the expert takes, in turn 1," in finding.detail
+    assert "`hash()` of a text" in finding.detail
+
+
 async def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
     env = tmp_path / "mortal.py"
     env.write_text(faulty.MORTAL)
