@@ -35,7 +35,7 @@ from sqlalchemy import Connection
 
 from ludus import __version__
 from ludus.core.types import Group, Message, Segment, Status, Task, ToolCall, Trajectory
-from ludus.pipeline.launch import _processor
+from ludus.pipeline.versions import processor
 from ludus.store import RunStore
 from ludus.store.recording import StepWriter
 
@@ -308,7 +308,7 @@ def write(measured: dict[str, dict[str, float]], num: int, size: int) -> None:
         "trajectories": num // (GROUP_SIZE * GROUPS) * GROUP_SIZE * GROUPS,
         "gigabytes": round(size / 1e9, 2),
         "cores": os.cpu_count(),
-        "processor": _processor(),
+        "processor": processor(),
         "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "sqlite": sqlite3.sqlite_version,

@@ -71,9 +71,10 @@ def load_module(name: str) -> ModuleType:
         sys.path.remove(here)
 
 
-def told(error: BaseException) -> str:
+def told(error: BaseException, longest: int = 10_000) -> str:
     """Returns type, message and place of an error that a user's code raised.
 
+    The message is cut to its `longest` first characters.
     A syntax error has its place in itself; its traceback ends in Python's own import. A place
     within ludus is left out: the user cannot change it.
     """
@@ -89,7 +90,7 @@ def told(error: BaseException) -> str:
         place = (frame.filename, frame.lineno) if frame else None
         message = described(error)
     where = f" [{Path(place[0]).name}, line {place[1]}]" if place else ""
-    return f"{message}{where}"
+    return f"{message[:longest]}{where}"
 
 
 def own_frame(error: BaseException) -> traceback.FrameSummary | None:

@@ -1,4 +1,4 @@
-"""Changes of a configuration that a run cannot take when it is resumed."""
+"""What a run refuses when it is resumed: changes without effect, and checkpoints that are gone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ludus.config.load import lookup
 from ludus.config.schema import RunConfig
-from ludus.core.errors import ConfigError
+from ludus.core.errors import ConfigError, LudusError
 from ludus.store.folders import RunFolder
 from ludus.train.checkpoint.listing import list_checkpoints
 
@@ -38,6 +38,22 @@ def refuse_changes(
         raise ConfigError(
             f"{', '.join(of_sft)}: SFT of run {folder.id} has ended ({why}), so the change has no "
             "effect: leave it out, or start a new run"
+        )
+
+
+def refuse_lost_checkpoints(folder: RunFolder, *, complete: bool) -> None:
+    """Refuse to start over a run whose checkpoints are gone: its results would be discarded.
+
+    Errors: LudusError.
+    """
+    path = folder.checkpoints
+    if path.exists() and not path.is_dir():
+        raise LudusError(f"{path} is not a folder: restore the run's checkpoints, or remove it")
+    found = [child for child in path.iterdir() if child.is_dir()] if path.exists() else []
+    if complete and not found:
+        raise LudusError(
+            f"run {folder.id} is complete, but has no checkpoints in {path}, so it would start "
+            "over: restore that folder, or start a new run"
         )
 
 

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
-from pathlib import Path
 
 import torch
 
-from ludus import __version__
 from ludus.backends import BACKENDS
 from ludus.config.load import diff, dump_config, load_config, lookup
 from ludus.config.schema import RunConfig
-from ludus.core.code import code_hash
 from ludus.core.errors import ConfigError, LudusError, MirrorError
 from ludus.core.files import atomic_write
 from ludus.core.modules import told
@@ -30,7 +24,7 @@ from ludus.models.decoders import native
 from ludus.pipeline.breakpoints import patient
 from ludus.pipeline.budget import Budget, Timings
 from ludus.pipeline.build import Run, build_training
-from ludus.pipeline.changes import refuse_changes
+from ludus.pipeline.changes import refuse_changes, refuse_lost_checkpoints
 from ludus.pipeline.companions import PLAIN, LaunchOptions, check_options, companions
 from ludus.pipeline.hosted import check_host, trainer_of
 from ludus.pipeline.live import LiveRecord
@@ -39,8 +33,9 @@ from ludus.pipeline.policy_checks import check_policies
 from ludus.pipeline.preflight.parts import check_parts
 from ludus.pipeline.preflight.preflight import preflight
 from ludus.pipeline.progress import Display, Observer
-from ludus.pipeline.registries import check, plugin_files
+from ludus.pipeline.registries import check
 from ludus.pipeline.training import BudgetSpent, Trainer
+from ludus.pipeline.versions import code_changes, versions, write_code
 from ludus.report.collect import report
 from ludus.store import RunExists, RunStore
 from ludus.store.folders import (
@@ -49,7 +44,6 @@ from ludus.store.folders import (
     create_run,
     disk_faults,
     find_run,
-    read_facts,
     resume_command,
 )
 from ludus.store.mirror import RunMirror, fetch_run
@@ -61,8 +55,6 @@ from ludus.telemetry.span_export import exported
 from ludus.train.checkpoint.listing import list_checkpoints
 
 log = get_logger(__name__)
-
-PACKAGES = ("torch", "transformers", "tokenizers", "peft", "numpy", "minigrid", "sqlalchemy")
 
 
 class Stopped(Exception):
@@ -156,6 +148,8 @@ def _resume(
         elif rows[folder.id].status == "completed" and not changes:
             observer.note(f"run {folder.id} was complete already: nothing to do")
             return
+        complete = folder.id in rows and rows[folder.id].status == "completed"
+        refuse_lost_checkpoints(folder, complete=complete)
         for change in code_changes(config, folder):
             observer.note(
                 f"changed since the run started: {change}; earlier results are of the old"
@@ -164,7 +158,8 @@ def _resume(
             read_evaluation(path)  # a damaged one would end the run after its training
         if folder.metrics.exists():
             MetricsLog.read(folder.metrics)  # damaged lines, before anything is loaded or changed
-        complete = folder.id in rows and rows[folder.id].status == "completed"
+        elif list_checkpoints(folder.checkpoints):
+            observer.note(f"{folder.metrics} is missing: the report will lack the earlier steps")
         splits = read_splits(config, folder)
         if not list_checkpoints(folder.checkpoints):
             check_parts(config, folder)
@@ -268,6 +263,17 @@ def _recorded(
         elapsed_s = None if budget is None else budget.spent.seconds
         _finish(store, folder, status, message, elapsed_s)
 
+    def fail(message: str) -> None:
+        intact = complete and not any(trainer.rewound for trainer in trainers)
+        finish(*(("completed",) if intact else ("failed", message)))
+        if before is not None and not any(trainer.started for trainer in trainers):
+            with suppress(OSError):
+                atomic_write(folder.config, dump_config(before))
+        if intact:
+            observer.note(f"run {folder.id} stays as it was: complete")
+        elif not folder.removed:
+            observer.note(f"run {folder.id} failed; once that is fixed: {resume_command(folder)}")
+
     try:
         with (
             disk_faults(folder),
@@ -313,26 +319,18 @@ def _recorded(
                 mirror.push()
         raise stopped from None
     except LudusError as error:
-        intact = complete and not any(trainer.rewound for trainer in trainers)
-        finish(*(("completed",) if intact else ("failed", str(error))))
-        if before is not None and not any(trainer.started for trainer in trainers):
-            with suppress(OSError):
-                atomic_write(folder.config, dump_config(before))
-        if intact:
-            observer.note(f"run {folder.id} stays as it was: complete")
-        elif not folder.removed:
-            observer.note(f"run {folder.id} failed; once that is fixed: {resume_command(folder)}")
+        fail(str(error))
         if mirror is not None and not isinstance(error, MirrorError):
             with suppress(MirrorError):  # the first error counts
                 mirror.push()
         raise
     except SystemExit as error:  # a user's code: its exit code 0 would tell of a success
-        finish("failed", told(error))
+        fail(told(error))
         raise LudusError(
             f"run {folder.id} failed: {told(error)}: code that ludus calls must not exit"
         ) from error
     except Exception as error:
-        finish("failed", f"{type(error).__name__}: {error}")
+        fail(f"{type(error).__name__}: {error}")
         log.exception("the run failed")
         raise
     finally:
@@ -370,57 +368,3 @@ def _finish(
             store.finish_run(folder.id, status, message, elapsed_s)
     except LudusError as error:
         log.error("cannot record the end of the run", status=status, error=str(error))
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of machine, Python and packages that results depend on."""
-    facts = {
-        "ludus": __version__,
-        "code": code_hash(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cores": str(os.cpu_count()),
-    }
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            facts[package] = version(package)
-    return facts
-
-
-def write_code(config: RunConfig, folder: RunFolder) -> None:
-    """Write the versions, and the SHA-256 of each plug-in's file, to the run's folder."""
-    code = {**plugin_files(config), **_packages()}
-    atomic_write(folder.code, json.dumps(code, indent=1))
-
-
-def code_changes(config: RunConfig, folder: RunFolder) -> list[str]:
-    """Returns the plug-ins and packages that changed since the run last started.
-
-    Plug-ins that the run did not have then are not compared.
-    """
-    then = read_facts(folder.code)
-    changes = [
-        f"the code of {name}"
-        for name, digest in plugin_files(config).items()
-        if then.get(name, digest) != digest
-    ]
-    changes += [
-        f"{name} from {then[name]} to {now}"
-        for name, now in _packages().items()
-        if then.get(name, now) != now
-    ]
-    return changes
-
-
-def _packages() -> dict[str, str]:
-    return {name: value for name, value in versions().items() if name in ("ludus", *PACKAGES)}
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

@@ -65,7 +65,7 @@ class RunFolder:
             raise LudusError(f"run {self.id} is {error}") from None
         except OSError as error:
             raise LudusError(
-                f"{self.path / '.lock'}: cannot lock the run: {error.strerror}"
+                f"{self.path / '.lock'}: cannot lock the run: {error.strerror or error}"
             ) from None
 
     def identity(self) -> str | None:
@@ -176,8 +176,13 @@ def unrecorded(runs_dir: str | Path, recorded: Collection[str]) -> list[RunFolde
 
 
 def _ids(runs_dir: str | Path) -> list[str]:
-    configs = (path for path in Path(runs_dir).glob("[!.]*/config.yaml") if path.is_file())
+    configs = (path for path in Path(runs_dir).glob("[!.]*/config.yaml") if _is_file(path))
     return sorted(path.parent.name for path in configs)
+
+
+def _is_file(path: Path) -> bool:
+    """False also for a name that is too long, and in a folder that may not be read."""
+    return os.path.isfile(path)
 
 
 def resume_command(folder: RunFolder) -> str:
@@ -195,12 +200,13 @@ def show_command(folder: RunFolder, trajectory: str) -> str:
 def find_run(runs_dir: str | Path, run: str) -> RunFolder:
     """Returns an existing run, by id or path. Errors: ConfigError with the nearest id."""
     for folder in (Path(runs_dir) / run, Path(run)):
-        if run and (folder / "config.yaml").is_file():
+        if run and _is_file(folder / "config.yaml"):
             return RunFolder(folder if folder.name else folder.resolve())
     ids = _ids(runs_dir)
+    told = f"there is no run {run[:100]!r}"
     if not ids:
-        raise ConfigError(f"there is no run {run!r}: {runs_dir} holds no runs")
-    raise ConfigError(f"there is no run {run!r} in {runs_dir}{did_you_mean(run, ids)}")
+        raise ConfigError(f"{told}: {runs_dir} holds no runs")
+    raise ConfigError(f"{told} in {runs_dir}{did_you_mean(run, ids)}")
 
 
 @contextmanager

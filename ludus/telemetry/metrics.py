@@ -21,7 +21,7 @@ from numbers import Real
 from pathlib import Path
 
 from ludus.core.errors import DataError, LudusError
-from ludus.core.files import atomic_write
+from ludus.core.files import atomic_write, open_regular
 from ludus.telemetry.logs import spelled
 from ludus.telemetry.sinks.base import Guarded
 
@@ -153,19 +153,40 @@ def _open(path: Path) -> int:
 
 def _lines(path: Path) -> Iterator[tuple[bytes, Line]]:
     try:
-        data = path.read_bytes()
+        with os.fdopen(open_regular(path), "rb") as file:
+            data = file.read()
     except OSError as error:
         raise DataError(f"{path}: the metrics cannot be read: {error.strerror}") from None
-    for number, raw in enumerate(data.splitlines(keepends=True), 1):
-        if not raw.endswith(b"\n"):
-            return  # incomplete: being written, or cut off by a kill
+    *complete, _ = data.split(b"\n")  # the last is being written, or was cut off by a kill
+    for number, raw in enumerate(complete, 1):
         try:
-            values = json.loads(raw)
-            stage, step, when = (values.pop(key) for key in ("stage", "step", "time"))
-            metrics = {k: float(v) if isinstance(v, str) else v for k, v in values.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            line = _parsed(raw)
+        except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{path}: line {number} is not a line of metrics: {reason}; remove that line"
+                f"{path}: line {number} is not a line of metrics: {error}; remove that line"
             ) from None
-        yield raw, Line(stage, step, when, metrics)
+        yield raw + b"\n", line
+
+
+def _parsed(raw: bytes) -> Line:
+    """Errors: ValueError, RecursionError."""
+    values = json.loads(raw)
+    if not isinstance(values, dict):
+        raise ValueError("it is no JSON object")
+    if missing := [key for key in ("stage", "step", "time") if key not in values]:
+        raise ValueError(f"{missing[0]!r} is missing")
+    stage, step, when = (values.pop(key) for key in ("stage", "step", "time"))
+    if not isinstance(stage, str):
+        raise ValueError(f"'stage' is {stage!r}, not a text")
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise ValueError(f"'step' is {step!r}, not a whole number")
+    metrics = {name: _number(name, value) for name, value in values.items()}
+    return Line(stage, step, _number("time", when), metrics)
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, str):
+        value = float(value)  # nan, inf
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name!r} is {value!r}, not a number")
+    return value

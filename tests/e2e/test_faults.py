@@ -463,6 +463,37 @@ def test_a_damaged_line_of_metrics_stops_a_resume_before_it_loads(
     ludus("train", "--resume", "tiny-1", "rl.steps=9").ok()
 
 
+def test_a_complete_run_without_checkpoints_does_not_start_over(
+    ludus: Ludus, reference: Ludus
+) -> None:
+    shutil.copytree(reference.cwd / "runs", ludus.cwd / "runs")
+    kept = ludus.run() / "checkpoints"
+    kept.rename(ludus.cwd / "elsewhere")
+    more = ("train", "--resume", "tiny-1", "rl.steps=9")
+    ludus(*more).refused(1, "run tiny-1 is complete, but has no checkpoints in runs/tiny-1/chec")
+    kept.write_text("")
+    ludus(*more).refused(1, "runs/tiny-1/checkpoints is not a folder: restore")
+    assert ludus.status() == "completed"
+    kept.unlink()
+    (ludus.cwd / "elsewhere").rename(kept)
+    (ludus.run() / "metrics.jsonl").unlink()
+    done = ludus(*more).ok()
+    assert "metrics.jsonl is missing: the report will lack the earlier steps" in done.err
+
+
+def test_a_complete_run_stays_so_where_code_fails_before_its_first_step(
+    ludus: Ludus, reference: Ludus
+) -> None:
+    shutil.copytree(reference.cwd / "runs", ludus.cwd / "runs")
+    before = (ludus.run() / "config.yaml").read_text()
+    raises = "from ludus.pipeline import launch\nlaunch.build_training = None\n"
+    done = ludus("train", "--resume", "tiny-1", "rl.steps=9", setup=raises)
+    assert done.code != 0
+    assert "run tiny-1 stays as it was: complete" in done.err
+    assert ludus.status() == "completed"
+    assert (ludus.run() / "config.yaml").read_text() == before
+
+
 def test_damaged_findings_are_told(ludus: Ludus, reference: Ludus) -> None:
     shutil.copytree(reference.cwd / "runs", ludus.cwd / "runs")
     (ludus.run() / "findings.json").write_text('[{"kind"')

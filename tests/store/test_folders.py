@@ -88,6 +88,8 @@ def test_the_nearest_run_is_suggested(tmp_path: Path):
         find_run(tmp_path / "nothing", "x")
     with pytest.raises(ConfigError, match="there is no run ''"):
         find_run(tmp_path, "")
+    with pytest.raises(ConfigError, match=r"there is no run 'x{100}' in"):
+        find_run(tmp_path, "x" * 300)
 
 
 HOLD = """
@@ -122,6 +124,10 @@ def test_one_process_at_a_time_owns_a_run(tmp_path: Path):
 def test_a_run_that_cannot_be_locked(tmp_path: Path):
     with pytest.raises(LudusError, match=r"demo-1/\.lock: cannot lock the run: No such file"):
         RunFolder(tmp_path / "demo-1").lock()
+    folder = create_run(tmp_path, "demo", "name: x\n")
+    os.mkfifo(folder.path / ".lock")
+    with pytest.raises(LudusError, match="cannot lock the run: File or stream is not seekable"):
+        folder.lock()
 
 
 def test_the_parts_of_a_folder(tmp_path: Path):

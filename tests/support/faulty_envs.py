@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import time
@@ -225,3 +226,28 @@ class Moody(Digit):
         if self.fault == "no expert":
             raise NoExpert("nobody knows")
         return super().expert_action()
+
+
+class Deaf(Digit):
+    """Its tasks do not depend on the seed."""
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        return Task(id=f"digit/{seed}", data={"seed": 4})
+
+
+class Namesakes(Digit):
+    """Its tasks have one id."""
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        return Task(id="digit", data={"seed": seed})
+
+
+class RaisesElsewhere(Digit):
+    """It raises in a process whose parent is one of Python's own."""
+
+    async def reset(self, task: Task) -> Observation:
+        if multiprocessing.parent_process() is not None:
+            raise KeyError(task.id)
+        return await super().reset(task)

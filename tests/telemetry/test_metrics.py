@@ -175,7 +175,13 @@ def test_what_is_no_metric_is_refused(tmp_path, stage, step, metrics, message):
     [
         ("nonsense", "Expecting value: line 1 column 1 (char 0)"),
         ('{"stage": "rl", "time": 0}', "'step' is missing"),
-        ("5", "'int' object has no attribute 'pop'"),
+        ("5", "it is no JSON object"),
+        ('{"stage": 7, "step": 0, "time": 0}', "'stage' is 7, not a text"),
+        ('{"stage": "rl", "step": "0", "time": 0}', "'step' is '0', not a whole number"),
+        ('{"stage": "rl", "step": true, "time": 0}', "'step' is True, not a whole number"),
+        ('{"stage": "rl", "step": 0, "time": null}', "'time' is None, not a number"),
+        ('{"stage": "rl", "step": 0, "time": 0, "x": [1]}', "'x' is [1], not a number"),
+        ('{"stage": "rl", "step": 0, "time": 0, "x": ' + "[" * 100_000, "maximum recursion"),
     ],
 )
 def test_a_malformed_line_is_told_with_its_number(tmp_path, text, reason):
@@ -183,8 +189,26 @@ def test_a_malformed_line_is_told_with_its_number(tmp_path, text, reason):
     path.write_text('{"stage": "rl", "step": 0, "time": 0}\n' + text + "\n")
     with pytest.raises(DataError) as caught:
         MetricsLog.read(path)
-    told = f"{path}: line 2 is not a line of metrics: {reason}; remove that line"
-    assert str(caught.value) == told
+    assert str(caught.value).startswith(f"{path}: line 2 is not a line of metrics: {reason}")
+    assert str(caught.value).endswith("; remove that line")
+
+
+def test_a_carriage_return_ends_no_line(tmp_path):
+    """An editor that writes `\\r\\n` loses nothing, and one in mid-line is told."""
+    path = tmp_path / "metrics.jsonl"
+    line = '{"stage": "rl", "step": %d, "time": 0}'
+    path.write_text("".join(line % step + "\r\n" for step in range(3)), newline="")
+    assert [line.step for line in MetricsLog.read(path)] == [0, 1, 2]
+    path.write_text(line % 0 + "\r" + line % 1 + "\n" + line % 2 + "\n", newline="")
+    with pytest.raises(DataError, match="line 1 is not a line of metrics: Extra data"):
+        MetricsLog.read(path)
+
+
+def test_a_pipe_is_refused(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="the metrics cannot be read: not a regular file"):
+        MetricsLog.read(path)
 
 
 def test_a_missing_file_is_told(tmp_path):

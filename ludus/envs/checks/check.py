@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, counted
+from ludus.core.modules import told
 from ludus.core.types import Message, Spec, Task, ToolCall
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert, expert_knows_more, limits_of
@@ -174,10 +175,10 @@ async def _guarded(name: str, check: Check, subject: Subject, player: Player) ->
     except EpisodeTimeout:
         raise
     except Exception as error:
-        text = f"{type(error).__name__}: {str(error)[:200]}"
+        text = told(error, 200)
         if name == "speed" and len(subject.first) < 2:
             raise _Unplayable(text) from error
-        subject.error(name, text)
+        subject.error("episode" if name == "speed" else name, text)
 
 
 async def _declarations(subject: Subject, player: Player) -> None:
@@ -197,7 +198,7 @@ async def _expert(subject: Subject, player: Player) -> None:
     without: list[str] = []
     outside: list[str] = []
     outcomes: list[Outcome] = []
-    for task in subject.tasks:
+    for number, task in enumerate(subject.tasks):
         env = await player.new()
         (low, high), _ = limits_of(env)
         total, done, num_turns, actions = 0.0, False, 0, list[str]()
@@ -221,7 +222,7 @@ async def _expert(subject: Subject, player: Player) -> None:
             outside.append(
                 f"{task.id}: the reward {total:g} is outside of score_range {low:g} to {high:g}"
             )
-        before = subject.played.get(task.id, actions)
+        before = subject.played.get(number, actions)
         if before != actions:
             subject.note("expert", f"{task.id}, played twice: {expert_change(before, actions)}")
         outcomes.append(Outcome(task, total, num_turns, size, env.max_turns, done))
@@ -262,7 +263,7 @@ async def _rubbish(subject: Subject, player: Player) -> None:
             raise
         except Exception as error:
             broken = True
-            failed.setdefault(f"{type(error).__name__}: {str(error)[:100]}", []).append(name)
+            failed.setdefault(told(error, 100), []).append(name)
         if broken or not player.slow:  # each has an episode of its own where there is time
             await player.close_env(env)
             env = None
@@ -310,7 +311,7 @@ async def _life_cycle(subject: Subject, player: Player) -> None:
         except EpisodeTimeout:
             raise
         except Exception as error:
-            subject.error("close", f"the {time} close raised {type(error).__name__}: {error}")
+            subject.error("close", f"the {time} close raised {told(error, 200)}")
     second = [turn async for turn in player.turns(env, task, actions_of(first))]
     if first != second and subject.repeats:
         text = f"reset after close: {task.id} differs: {difference(first, second)}"

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from ludus.core.errors import counted
-from ludus.core.types import Spec
+from ludus.core.errors import EnvError, counted
+from ludus.core.types import Spec, Task
 from ludus.envs.checks.differences import HASHED, SEEDED, difference, expert_change
-from ludus.envs.checks.play import Player, actions_of, play_in_process
+from ludus.envs.checks.play import (
+    EpisodeProcessDied,
+    Player,
+    Turn,
+    actions_of,
+    play_in_process,
+)
 from ludus.envs.checks.subject import Subject
 
 PROCESS_START_S = 60.0
@@ -15,14 +21,16 @@ PROCESS_START_S = 60.0
 async def check_determinism(subject: Subject, player: Player) -> None:
     """Play each task twice with the same actions, and one in another process."""
     differ: list[str] = []
+    openings: list[Turn] = []
     tasks = subject.tasks if not player.slow or subject.spec is None else ()
-    for task in tasks:
+    for number, task in enumerate(tasks):
         first = await player.episode(task)
         second = await player.episode(task, actions_of(first))
+        openings.append(first[0])
         if first != second:
             differ.append(f"{task.id}: {difference(first, second)}")
         else:
-            subject.played[task.id] = actions_of(first)
+            subject.played[number] = actions_of(first)
     if differ:
         subject.repeats = False
         subject.error(
@@ -30,20 +38,46 @@ async def check_determinism(subject: Subject, player: Player) -> None:
             f"{len(differ)} of {counted(len(tasks), 'task')}, played twice with the same actions, "
             f"{'differs' if len(differ) == 1 else 'differ'}; {differ[0]}. {SEEDED}",
         )
-    elif subject.spec is not None:
+        return
+    _check_seeds(subject, openings)
+    if subject.spec is not None:
         await _same_in_another_process(subject, player, subject.spec)
+
+
+def _check_seeds(subject: Subject, openings: list[Turn]) -> None:
+    """Tell where the tasks of a tier are one and the same task under several ids."""
+    kinds: dict[str | None, list[tuple[Task, Turn]]] = {}
+    for task, opening in zip(subject.tasks, openings, strict=False):
+        kinds.setdefault(task.tier, []).append((task.model_copy(update={"id": ""}), opening))
+    for tier, alike in kinds.items():
+        if len(alike) > 1 and all(one == alike[0] for one in alike):
+            of = f" of tier {tier}" if tier is not None else ""
+            subject.note(
+                "tasks",
+                f"the {len(alike)} tasks{of} have the same data and the same opening: RL would "
+                "learn one task by heart; let `task` put the seed into `data`, and `reset` use it",
+            )
 
 
 async def _same_in_another_process(subject: Subject, player: Player, spec: Spec) -> None:
     task, limit = subject.tasks[0], subject.timeout_s + PROCESS_START_S
     first = await player.episode(task) if not player.slow else subject.first[: player.max_turns + 1]
     actions = actions_of(first)
-    second = play_in_process(spec, task, actions if player.slow else None, limit)
-    if (own := actions_of(second)) != actions:  # of the expert there
-        second = play_in_process(spec, task, actions, limit)
-    if first != second:
-        text = f"{task.id} differs in another process: {difference(first, second)}. {HASHED}"
+    try:
+        second = play_in_process(spec, task, actions if player.slow else None, limit)
+        if (own := actions_of(second)) != actions:  # of the expert there
+            second = play_in_process(spec, task, actions, limit)
+    except EpisodeProcessDied:
+        raise
+    except EnvError as error:
+        text = f"{task.id}, played in another process, raised {error}. {HASHED}"
         subject.error("determinism", text)
-    elif own != actions and subject.played.get(task.id) == actions:
+        return
+    if first != second:
+        # A slow one was not played twice in this process.
+        cures = f"{SEEDED}. {HASHED}" if player.slow else HASHED
+        text = f"{task.id} differs in another process: {difference(first, second)}. {cures}"
+        subject.error("determinism", text)
+    elif own != actions and subject.played.get(0) == actions:
         text = f"{task.id}, played in another process: {expert_change(actions, own)}. {HASHED}"
         subject.note("expert", text)

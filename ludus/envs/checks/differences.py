@@ -12,8 +12,8 @@ SEEDED = (
     "`random.Random(task.data['seed'])`, and keep nothing from an earlier episode"
 )
 HASHED = (
-    "Between processes the order of sets differs, `hash()` of a text, the clock, and addresses in "
-    "texts such as `<object at 0x7f...>`"
+    "Between processes the order of sets differs, `hash()` of a text, the clock, addresses in "
+    "texts such as `<object at 0x7f...>`, and what earlier episodes left"
 )
 """Remedies for episodes that differ: in one process, and between processes."""
 
@@ -45,10 +45,10 @@ def _changed(one: Turn, other: Turn) -> str:
     """Describes the first difference of two turns."""
     for mine, its in zip(one[1], other[1], strict=False):
         said, then = _fields(mine), _fields(its)
-        for key in said:
-            if said[key] != then.get(key):
+        for key in said | then:
+            if said.get(key) != then.get(key):
                 what = "" if key == "content" else f"{key} "
-                return f"{what}{_around(said[key], then.get(key))}"
+                return f"{what}{_around(said.get(key), then.get(key))}"
     if one[1] != other[1]:
         return f"{counted(len(one[1]), 'message')} and then {len(other[1])}"
     names = ("the reward", "terminated", "truncated")

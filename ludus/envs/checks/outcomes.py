@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ludus.core.errors import counted
+from ludus.core.errors import EpisodeTimeout, counted
+from ludus.core.modules import told
 from ludus.core.types import Message, Task
 from ludus.envs.base import Env, is_blocking, limits_of
 from ludus.envs.checks.play import Player
@@ -152,7 +153,13 @@ async def check_outcomes(subject: Subject, player: Player, outcomes: Sequence[Ou
     if not player.fits(1):
         player.left_out.append("an episode of random words")
         return
-    random, done = await _random(subject, player)
+    try:
+        random, done = await _random(subject, player)
+    except EpisodeTimeout:
+        raise
+    except Exception as error:
+        subject.error("rubbish", f"words that are no action raised {told(error, 200)}")
+        return
     rewards = {outcome.reward for outcome in outcomes if outcome.done}
     if done and len([o for o in outcomes if o.done]) > 1 and rewards == {random}:
         subject.note(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ludus.core.errors import EnvError, EpisodeTimeout
+from ludus.core.modules import told
 from ludus.core.types import Task
 from ludus.envs.base import tiers_of
 from ludus.envs.checks.play import Player
@@ -40,7 +41,7 @@ async def own_tasks(subject: Subject, player: Player, num_tasks: int) -> list[Ta
         subject.error(NAME, str(error))
         return []
     except Exception as error:
-        subject.error(NAME, f"tiers or task raised {type(error).__name__}: {error}")
+        subject.error(NAME, f"tiers or task raised {told(error, 200)}")
         return []
     if tasks != again:
         subject.error(NAME, "the same tier and seed give different tasks")

@@ -9,11 +9,13 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from ludus.core.errors import EnvError, EpisodeTimeout, LudusError, described
+from ludus.core.errors import EnvError, EpisodeTimeout, LudusError
+from ludus.core.modules import told
 from ludus.core.signals import ctrl_c_kept_from_children
 from ludus.core.types import Message, Observation, Spec, StepResult, Task
 from ludus.envs import ENVS
@@ -248,7 +250,7 @@ def play_in_process(
     here, there = multiprocessing.Pipe(duplex=False)
     args = (there, spec.model_dump_json(), task.model_dump_json(), actions)
     process = multiprocessing.get_context("spawn").Process(target=_answer, args=args)
-    with ctrl_c_kept_from_children():
+    with ctrl_c_kept_from_children(), _another_hash_seed():
         process.start()
     there.close()  # so the end of the process is the end of the pipe
     try:
@@ -267,6 +269,19 @@ def play_in_process(
     return answer
 
 
+@contextmanager
+def _another_hash_seed() -> Iterator[None]:
+    """For the processes that start meanwhile, where this one's hash seed was given to it."""
+    given = os.environ.get("PYTHONHASHSEED", "")
+    if given.isdecimal():
+        os.environ["PYTHONHASHSEED"] = str((int(given) + 1) % 2**32)
+    try:
+        yield
+    finally:
+        if given:
+            os.environ["PYTHONHASHSEED"] = given
+
+
 def _answer(pipe: Connection, *given: Any) -> None:
     """The process of an episode: send its turns, or its error."""
     try:
@@ -274,7 +289,7 @@ def _answer(pipe: Connection, *given: Any) -> None:
     except LudusError as error:
         answer = error
     except Exception as error:  # its class may be one's own, which cannot be sent
-        answer = EnvError(described(error))
+        answer = EnvError(told(error))
     pipe.send(answer)
 
 

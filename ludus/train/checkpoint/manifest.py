@@ -50,7 +50,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | Problem:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Problem(folder, MANIFEST, "missing", "the other files cannot be verified")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return Problem(folder, MANIFEST, "unreadable", str(error))
     if not isinstance(manifest, dict) or manifest.get("sha256") != manifest_sha256(manifest):
         return Problem(folder, MANIFEST, "altered", "it does not match its own SHA-256")

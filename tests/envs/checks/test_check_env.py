@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import re
+import subprocess
 import sys
 import textwrap
 import time
@@ -118,6 +119,65 @@ async def test_an_expert_that_differs_in_another_process_is_told() -> None:
     assert (finding.severity, finding.check) == ("note", "expert")
     assert "digit/0, played in another process: the expert takes, in turn 1," in finding.detail
     assert "`hash()` of a text" in finding.detail
+
+
+async def test_a_hash_seed_that_is_given_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new process has another one than this, which starts with the same seed as a user's."""
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    code = (
+        "import asyncio, os\nfrom ludus.core.types import Spec\n"
+        "from ludus.envs.checks.check import check_env\n"
+        "if __name__ == '__main__':\n"
+        "    spec = Spec(name='faulty_envs:HashDependent')\n"
+        "    print(*asyncio.run(check_env(spec, num_tasks=1)), os.environ['PYTHONHASHSEED'])\n"
+    )
+    support = str(Path(faulty.__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": support},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "error: determinism: digit/0 differs in another process" in done.stdout
+    assert done.stdout.endswith(" 7\n")
+
+
+async def test_what_is_raised_in_another_process_alone_is_told_with_its_place() -> None:
+    [finding] = await check_env(Spec(name="faulty_envs:RaisesElsewhere"), num_tasks=1)
+    said = (
+        r"digit/0, played in another process, raised .*KeyError: 'digit/0' \[faulty_envs.py, line"
+    )
+    assert re.match(said, finding.detail), finding
+
+
+async def test_tasks_that_ignore_the_seed_are_told() -> None:
+    [finding] = await check_env(faulty.Deaf)
+    assert (finding.severity, finding.check) == ("note", "tasks")
+    assert "the 6 tasks have the same data and the same opening" in finding.detail
+
+
+async def test_tasks_of_one_id_are_one_finding() -> None:
+    findings = list(map(str, await check_env(faulty.Namesakes)))
+    assert findings == ["error: tasks: different seeds give tasks with the same id"]
+
+
+async def test_an_error_is_told_with_its_place_in_the_user_s_file() -> None:
+    findings = list(map(str, await check_env(faulty.RaisesOnRubbish, num_tasks=1)))
+    raised = r"raised ValueError: .* \[faulty_envs.py, line \d+\]"
+    assert re.match(f"error: rubbish: words that are no action {raised}", findings[0])
+    assert re.match(f"error: rubbish: an empty action {raised}", findings[1])
+
+
+async def test_a_finding_is_not_longer_than_a_page() -> None:
+    class Wordy(faulty.NotDeterministic):
+        @classmethod
+        def task(cls, tier: str | None, seed: int) -> Task:
+            return Task(id="x" * 100_000, data={"seed": seed})
+
+    findings = await check_env(Wordy, num_tasks=1)
+    assert findings
+    assert all(len(finding.detail) < 2000 for finding in findings)
 
 
 async def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
