@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,8 @@ def train(
     else:
         _check_free(resume, runs_dir)
 
+    if sys.stderr.isatty():
+        typer.echo("loading PyTorch, then the checks before a run ...", err=True)
     from ludus.config.load import dump_changes
     from ludus.pipeline import launch
     from ludus.pipeline.breakpoints import switched_on

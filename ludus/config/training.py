@@ -153,7 +153,7 @@ class SFTConfig(Section):
         if self.until is not None and self.until.every > self.steps:
             raise ValueError(
                 f"`until.every` ({self.until.every}) must be at most `steps` ({self.steps}): SFT "
-                "would be over before its first measurement"
+                "would be over before its first measurement; lower it too, or set `until` to null"
             )
         return self
 

@@ -90,6 +90,15 @@ def recent(successes: Sequence[float]) -> float:
     return fmean(successes[-RECENT:])
 
 
+def unreached(until: SFTUntilConfig, successes: Sequence[float]) -> str:
+    """How far success is from its target where SFT has taken all of its steps."""
+    level = recent(successes) if successes else 0.0
+    return (
+        f"all of its steps; {level:.0%} of the sampled episodes succeed, of {until.success:.0%} "
+        "(until.success)"
+    )
+
+
 def reason_to_end(until: SFTUntilConfig, successes: Sequence[float]) -> str | None:
     """The reason why SFT ends after these measurements; None: it goes on."""
     if not successes:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from ludus.config.training import SFTUntilConfig
 from ludus.core.breaks import let_go
 from ludus.core.errors import ConfigError
 from ludus.core.files import atomic_write
@@ -237,6 +238,8 @@ class Trainer:
             success = result.success.value if result else None
         if enough := await self._measure_sft(stage, step):
             self._observer.note(f"sft: ends after step {step}: {enough}")
+        elif unreached := self._unreached(stage, step):
+            self._observer.note(f"sft: ends after step {step}, {unreached}")
         if finished := stage.source.finished:
             self._observer.note(
                 f"{stage.name}: the last tier of tasks.curriculum met its criteria at step {step}"
@@ -285,8 +288,8 @@ class Trainer:
 
     async def _measure_sft(self, stage: Stage, step: int) -> str | None:
         """Measure the policy where `sft.until` asks for it; returns the reason to end SFT."""
-        until = self.run.config.sft.until if self.run.config.sft else None
-        if stage.name != "sft" or until is None or (step % until.every and step < stage.steps):
+        until = self._until(stage)
+        if until is None or (step % until.every and step < stage.steps):
             return None
         with busy("evaluate"), self.timings.timed("evaluation"):
             groups, result = await sft_end.measure(self.run, until, step)
@@ -295,10 +298,21 @@ class Trainer:
 
     def _enough_sft(self, stage: Stage, step: int) -> str | None:
         """Returns the reason why SFT ended at a step by `sft.until`; None: it did not."""
-        until = self.run.config.sft.until if self.run.config.sft else None
-        if stage.name != "sft" or until is None or step % until.every:
+        until = self._until(stage)
+        if until is None or step % until.every:
             return None
         return sft_end.reason_to_end(until, sft_end.measured(self.run, step))
+
+    def _unreached(self, stage: Stage, step: int) -> str:
+        """How far SFT is from `sft.until` after its last step; empty before, and without one."""
+        until = self._until(stage)
+        if until is None or step < stage.steps:
+            return ""
+        return sft_end.unreached(until, sft_end.measured(self.run, step))
+
+    def _until(self, stage: Stage) -> SFTUntilConfig | None:
+        sft = self.run.config.sft
+        return sft.until if sft and stage.name == "sft" else None
 
     # Results
 

@@ -372,7 +372,8 @@ def test_the_last_override_wins_and_takes_the_blame():
         (
             "sft={data: x, steps: 10, until: {every: 20}}",
             "override sft={data: x, steps: 10, until: {every: 20}}: sft: `until.every` (20) must "
-            "be at most `steps` (10): SFT would be over before its first measurement",
+            "be at most `steps` (10): SFT would be over before its first measurement; lower it "
+            "too, or set `until` to null",
         ),
         (
             "sft.steps=99999999999999999999",

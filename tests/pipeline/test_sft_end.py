@@ -5,7 +5,13 @@ from __future__ import annotations
 from ludus.config.training import SFTUntilConfig
 from ludus.core.types import Message, Task
 from ludus.data.conversations import Conversation
-from ludus.pipeline.sft_end import not_shown, reason_to_end
+from ludus.pipeline.sft_end import not_shown, reason_to_end, unreached
+
+
+def test_a_target_that_is_not_reached_is_told() -> None:
+    until = SFTUntilConfig(success=0.44)
+    said = "all of its steps; 25% of the sampled episodes succeed, of 44% (until.success)"
+    assert unreached(until, [0.1, 0.2, 0.3]) == said
 
 
 def test_success_ends_sft() -> None:

@@ -85,6 +85,9 @@ reach its target, so that no measurement ends it."""
 MOST_MEASURED = 40
 """Most measurements there: of very many, some would reach the target by luck."""
 
+LEAST_MEASURED = 2
+"""Fewest measurements of SFT: the last comes too late to end it."""
+
 RL_FALLS = 0.9
 """Mean seconds of a step of RL over those of the first steps: where success rises, episodes are
 shorter, and fewer groups have different rewards (0.6 to 1.2 in docs/benchmarks/init.md's runs)."""

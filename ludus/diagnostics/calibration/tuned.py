@@ -80,6 +80,8 @@ def with_choices(
         rarely = choices.measure_every(trial, until.success, choices.MEASURED_HARD)
         every = max(rarely, planned.sft // choices.MOST_MEASURED)
         planned = plan(every)
+    if every > (often := max(planned.sft // choices.LEAST_MEASURED // 10 * 10, 10)):
+        every, planned = often, plan(often)
     every = min(every, planned.sft)
     patience = choices.patience(planned.sft, every, until.patience)
     until = until.model_copy(update={"every": every, "patience": patience})

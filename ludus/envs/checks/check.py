@@ -314,7 +314,10 @@ async def _life_cycle(subject: Subject, player: Player) -> None:
             subject.error("close", f"the {time} close raised {told(error, 200)}")
     second = [turn async for turn in player.turns(env, task, actions_of(first))]
     if first != second and subject.repeats:
-        text = f"reset after close: {task.id} differs: {difference(first, second)}"
+        text = (
+            f"reset after close: {task.id} differs: {difference(first, second)}; set all that an "
+            "episode changes in `reset`"
+        )
         subject.error("life cycle", text)
     await player.close_env(env)
 

@@ -32,7 +32,7 @@ async def own_tasks(subject: Subject, player: Player, num_tasks: int) -> list[Ta
             NAME,
             f"{own} has no classmethod `task(tier, seed)`, which returns a Task: write it, or "
             f"check the environment on tasks of yours in Python: await check_env({own}, "
-            "tasks=[...])",
+            "tasks=[...]), from ludus.envs.checks.check",
         )
         return []
     except EpisodeTimeout:

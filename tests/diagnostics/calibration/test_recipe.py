@@ -46,4 +46,4 @@ def test_sft_is_measured_before_it_ends() -> None:
     assert Measured.config.sft is not None
     assert Measured.config.sft.steps == 40
     written = {key: value for key, value, _ in recipe._sft(cast(Calibration, Measured))}
-    assert written["until"] == {"success": 0.4, "every": 40}
+    assert written["until"] == {"success": 0.4, "every": 20}
