@@ -16,6 +16,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import platform
@@ -37,7 +38,9 @@ from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 from ludus.config.schema import LearnerConfig, OptimizerConfig
-from ludus.core.types import Sample
+from ludus.core.types import Sample, Spec
+from ludus.envs import ENVS
+from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.models.decoders.static import StaticDecoder
 from ludus.models.flops import Shape, peak_flops
 from ludus.models.samplers.engine import InProcessSampler
@@ -76,6 +79,8 @@ class Scale:
     case_s: float = 120
     recipe: str = "recipes/babyai-tiny.yaml"
     changes: tuple[str, ...] = ("rl.steps=4", "evaluate.num_tasks=32")
+    init_s: float = 200
+    after_init: tuple[str, ...] = ("sft.steps=12", "rl.steps=3", "evaluate.num_tasks=32")
 
 
 TOY_SCALE = Scale(
@@ -91,6 +96,8 @@ TOY_SCALE = Scale(
     case_s=3600,
     recipe="tests/recipes/babyai.yaml",
     changes=("sft.steps=8", "rl.steps=2", "evaluate.num_tasks=2", "demonstrations.num_episodes=8"),
+    init_s=3600,
+    after_init=("sft.steps=3", "rl.steps=2", "evaluate.num_tasks=2", "rl.groups_per_step=2"),
 )
 
 
@@ -155,6 +162,7 @@ class Case:
     model: str
     measure: Measure
     args: dict[str, Any] = field(default_factory=dict)
+    most_s: float | None = None  # None: as the scale has it
 
 
 def cases(shapes: dict[str, tuple[int, ...]], scale: Scale) -> Iterator[Case]:
@@ -166,6 +174,7 @@ def cases(shapes: dict[str, tuple[int, ...]], scale: Scale) -> Iterator[Case]:
         yield Case(f"decode, batch {batch}", first, measure_decode, {"batch": batch})
     yield Case("train", first, measure_train, {"layout": "single"})
     yield Case("GRPO step", first, measure_step)
+    yield Case("init", first, measure_init, most_s=scale.init_s)
     for name in larger:
         yield Case(f"decode, batch {most}", name, measure_decode, {"batch": most})
         yield Case("train", name, measure_train, {"layout": "single"})
@@ -205,12 +214,7 @@ def measure_recipe(bench: Bench, shape: None) -> dict[str, Any]:
         "checkpoint.every=1000",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "ludus", "train", str(ROOT / bench.scale.recipe), *changes]
-        seconds = time.perf_counter()
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        seconds = time.perf_counter() - seconds
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip()[-400:])
+        seconds = ludus(folder, "train", str(ROOT / bench.scale.recipe), *changes)
         [run] = [path for path in Path(folder, "runs").iterdir() if path.is_dir()]
         lines = list(MetricsLog.read(run / "metrics.jsonl"))
         after_sft, *_, after_rl = sorted((run / "checkpoints").iterdir(), reverse=True)
@@ -228,6 +232,68 @@ def measure_recipe(bench: Bench, shape: None) -> dict[str, Any]:
         "note": f"{'trains' if sound else 'DOES NOT TRAIN'}: loss {losses[0]:.2f} to "
         f"{losses[-1]:.2f}, gap {max(gaps):.4f} nats, weights move by {moved:.1g} at most",
     }
+
+
+def measure_init(bench: Bench, shape: tuple[int, ...]) -> dict[str, Any]:
+    """`ludus init --model` with a model of random weights, and the seconds of a few steps of the
+    recipe that it writes. Such a model has no success, so RL samples, and trains on nothing."""
+    scale = bench.scale
+    with tempfile.TemporaryDirectory() as folder:
+        save_pretrained(bench.model(shape), Path(folder, "model"))
+        init = ["init", "babyai", "--tiers", "OpenDoor", "--model", "model", "--minutes", "5"]
+        init_s = ludus(folder, *init, "--out", "recipe.yaml")
+        recipe = Path(folder, "recipe.yaml").read_text()
+        train_s = ludus(folder, "train", "recipe.yaml", "sft.until=null", *scale.after_init)
+        [run] = [path for path in Path(folder, "runs").iterdir() if path.is_dir()]
+        lines = MetricsLog.read(run / "metrics.jsonl")
+    steps = {stage: [x.metrics for x in lines if x.stage == stage] for stage in ("sft", "rl")}
+    sft_s, rl_s = (
+        statistics.median(metrics["time/step_s"] for metrics in steps[stage][1:])
+        for stage in ("sft", "rl")
+    )
+    return {
+        "seconds": init_s,
+        "train_s": train_s,
+        "sft_step_s": sft_s,
+        "rl_step_s": rl_s,
+        "losses": [metrics["train/loss"] for metrics in steps["sft"]],
+        "recipe": recipe,
+        "note": f"a step of SFT {sft_s:.2f} s, of RL {rl_s:.2f} s, `ludus train` {train_s:.0f} s",
+    }
+
+
+def ludus(folder: str, *argv: str) -> float:
+    """The seconds of a command. Errors: RuntimeError with the end of what it told."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "ludus", *argv]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip()[-400:])
+    return time.perf_counter() - start
+
+
+def save_pretrained(model: Any, folder: Path) -> None:
+    """Save a model with a tokenizer of as many tokens, of which most are fillers."""
+    tokenizer = train_tokenizer(Spec(name="bpe"), asyncio.run(openings()), "qwen3")
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    for number in range(len(tokenizer), model.config.vocab_size):
+        vocabulary[f"filler{number}"] = number
+    path.write_text(json.dumps(content))
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model.save_pretrained(folder)
+
+
+async def openings() -> list[str]:
+    """Texts of BabyAI."""
+    env, texts = ENVS.build(Spec(name="babyai")), []
+    for seed in range(64):
+        opening = await env.reset(env.task("OpenDoor", seed))
+        texts += [message.content for message in opening.messages]
+    return texts
 
 
 def measure_decode(
@@ -416,7 +482,7 @@ def main() -> None:
     worker = Worker()
 
     def run(case: Case, bench: Bench) -> dict[str, Any]:
-        seconds = min(scale.case_s, until - time.monotonic())
+        seconds = min(case.most_s or scale.case_s, until - time.monotonic())
         return worker.measure(case, bench, shapes.get(case.model), seconds)
 
     limits = run(Case("limits", "", measure_limits), Bench(scale, device))
@@ -467,6 +533,7 @@ does {limits["flops"] / 1e12:,.1f} TFLOP/s. Random weights in bfloat16. Medians 
 - train: an optimizer step on {scale.train_samples} samples with one prompt, {scale.train_prompt} +
   {scale.train_completion} tokens. The limit is the matrix product's rate (MFU of the computed
   tokens).
+- init: seconds of `ludus init babyai --tiers OpenDoor --model FOLDER`, a folder of random weights.
 - GRPO step: {scale.groups} groups of {scale.group}, {scale.prompt} + {scale.completion} tokens.
   Rates are those of sampled tokens.
 

@@ -41,14 +41,17 @@ def test_every_case_of_the_gpu_benchmark_measures(gpu_results: Path) -> None:
     assert limits["bandwidth"] > 0
     assert limits["flops"] > 0
     results = {(row["case"], row["model"]): row for row in facts["results"]}
-    assert list(results)[:5] == [  # the most important first
+    assert list(results)[:6] == [  # the most important first
         ("recipe", "0.8M"),
         ("decode, batch 4", "toy"),
         ("decode, batch 8", "toy"),
         ("train", "toy"),
         ("GRPO step", "toy"),
+        ("init", "toy"),
     ]
-    assert len(results) == 12
+    assert len(results) == 13
+    assert results["init", "toy"]["rl_step_s"] > 0
+    assert "model: {path: model" in results["init", "toy"]["recipe"]
     assert results["recipe", "0.8M"]["trains"]
     alone, shared = (
         results[case, "toy"] for case in ("decode, batch 8", "decode, batch 8, shared prompts")

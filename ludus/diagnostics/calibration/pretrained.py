@@ -25,6 +25,12 @@ differently."""
 ROOM = 0.8
 """Share of the machine's memory that a run may take by the estimate, whose error is about 10 %."""
 
+SFT_SHARE = 0.5
+"""Largest share of the minutes for SFT, by the estimate."""
+
+LEAST_SFT = 20
+"""Steps of SFT in any case: two measurements of `sft.until`."""
+
 
 def device() -> str:
     """The first GPU where there is one."""
@@ -96,11 +102,17 @@ def _of(
 
 
 def _timed(config: RunConfig, planned: Plan, minutes: float) -> RunConfig:
-    """As many RL steps as fit into the minutes by the estimate; at least one."""
+    """Steps that fit into the minutes by the estimate: of SFT in at most SFT_SHARE of them, of RL
+    in the rest; at least LEAST_SFT and 1."""
     assert config.rl is not None
-    fixed = sum(seconds for part, seconds in planned.seconds.items() if "rl" not in part.lower())
-    of_rl = max(planned.hours * 3600 - fixed, 1e-3)
+    seconds = dict(planned.seconds)
+    updates: dict[str, Any] = {}
+    if config.sft is not None and seconds["sft"] > (most := SFT_SHARE * 60 * minutes):
+        steps = max(int(most / seconds["sft"] * config.sft.steps), LEAST_SFT)
+        seconds["sft"] *= steps / config.sft.steps
+        updates["sft"] = config.sft.model_copy(update={"steps": steps})
+    fixed = sum(taken for part, taken in seconds.items() if not part.startswith("rl"))
+    of_rl = max(sum(seconds.values()) - fixed, 1e-3)
     number = int((60 * minutes - fixed) / of_rl * config.rl.steps)
-    return config.model_copy(
-        update={"rl": config.rl.model_copy(update={"steps": max(min(number, 300), 1)})}
-    )
+    updates["rl"] = config.rl.model_copy(update={"steps": max(min(number, 300), 1)})
+    return config.model_copy(update=updates)
