@@ -176,7 +176,16 @@ def evaluation_line(label: str, step: int, result: Evaluation, last_stage: str) 
     when = {"before": "before RL", "after": f"after {last_stage.upper()}"}.get(
         label, f"step {step}"
     )
-    return f"held-out, {when}: {result}"
+    return f"held-out, {when}, {result.sampling}: {result}{_lowest(result)}"
+
+
+def _lowest(result: Evaluation) -> str:
+    """The tier with the least success; empty where there are no two with different ones."""
+    values = {name: tier.success.value for name, tier in result.tiers.items()}
+    if len(set(values.values())) < 2:
+        return ""
+    lowest = min(values, key=values.__getitem__)
+    return f"; lowest of {len(values)} tiers: {lowest} {100 * values[lowest]:.1f} %"
 
 
 def stop_line(kept: tuple[str, int] | None, complete: tuple[str, int] | None, command: str) -> str:

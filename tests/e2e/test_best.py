@@ -93,8 +93,8 @@ def test_the_final_evaluation_selects_and_replaces(ludus: Ludus) -> None:
     settings = ["rl.steps=2", "evaluate.every=0", "checkpoint.every=1"]
     told = ludus("train", BABYAI, *QUICK, *settings).ok().err
     assert [line[:26] for line in told.splitlines() if " tasks" in line and "success" in line] == [
-        "held-out, before RL: succe",
-        "held-out, after RL: succes",
+        "held-out, before RL, greed",
+        "held-out, after RL, greedy",
     ]
     assert manifest(ludus, "rl-000002")["metric"] == success(ludus, "after-000000")
     assert manifest(ludus, "sft-000002")["metric"] == success(ludus, "before-000000")

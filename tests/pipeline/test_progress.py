@@ -213,10 +213,23 @@ def test_the_line_of_an_evaluation_begins_with_its_tasks_and_its_time() -> None:
         "sft.until, step 20: 50.0 % (9.5 to 90.5) of sampled episodes succeed (2 training tasks)"
     )
     held_out = "success 50.0 % (9.5 to 90.5) of 2 tasks"
-    assert evaluation_line("before", 0, result, "rl") == f"held-out, before RL: {held_out}"
-    assert evaluation_line("rl", 40, result, "rl") == f"held-out, step 40: {held_out}"
-    assert evaluation_line("after", 0, result, "rl") == f"held-out, after RL: {held_out}"
-    assert evaluation_line("after", 0, result, "sft") == f"held-out, after SFT: {held_out}"
+    assert evaluation_line("before", 0, result, "rl") == f"held-out, before RL, greedy: {held_out}"
+    assert evaluation_line("rl", 40, result, "rl") == f"held-out, step 40, greedy: {held_out}"
+    assert evaluation_line("after", 0, result, "rl") == f"held-out, after RL, greedy: {held_out}"
+    assert evaluation_line("after", 0, result, "sft") == f"held-out, after SFT, greedy: {held_out}"
+
+
+def test_the_line_of_an_evaluation_names_the_tier_with_the_least_success() -> None:
+    def line(*rewards: float) -> str:
+        played = [
+            Group(tier, Task(id=tier, tier=tier), [Trajectory("", "", "", reward=reward)])
+            for tier, reward in zip("abc", rewards, strict=False)
+        ]
+        return evaluation_line("after", 0, summarise(played), "rl")
+
+    assert line(1.0, 0.0, 1.0).endswith("of 3 tasks; lowest of 3 tiers: b 0.0 %")
+    assert "lowest" not in line(1.0, 1.0)
+    assert "lowest" not in line(1.0)
 
 
 def test_a_stop_at_once_says_what_is_lost() -> None:
