@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import sys
 from typing import Annotated, Any, NoReturn
@@ -139,6 +140,8 @@ def main() -> None:
         if end.code in EXIT_CODES:
             leave(end.code)
         raise
+    finally:
+        gc.freeze()  # Python's exit searches all objects of torch and transformers: 3 s
 
 
 def _fail(error: LudusError) -> NoReturn:
