@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 _LEFTOVER = re.compile(r"\.(tmp|old)-(.+)-(\d+)")
 _in_progress: set[Path] = set()
@@ -76,6 +77,27 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         os.close(handle)
         raise
     return handle
+
+
+def read_regular(path: Path) -> bytes:
+    """Returns the content of a file. Errors: OSError, also for a pipe, which would block."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read()
+
+
+def read_json(path: Path) -> Any:
+    """Returns the content of a JSON file.
+
+    Errors: FileNotFoundError; ValueError for what cannot be read, or is no JSON.
+    """
+    try:
+        return json.loads(read_regular(path))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
 
 
 def _require_regular(found: os.stat_result, path: Path) -> None:

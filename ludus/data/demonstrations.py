@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import random
 import time
 from collections import Counter, deque
@@ -23,7 +24,7 @@ from pydantic import ValidationError
 
 from ludus.config.schema import MarkersConfig
 from ludus.core.errors import DataError, LudusError, described, first_fault
-from ludus.core.files import atomic_file
+from ludus.core.files import atomic_file, open_regular
 from ludus.core.modules import require
 from ludus.core.signals import ctrl_c_kept_from_children
 from ludus.core.types import Spec, Task, Wire
@@ -38,6 +39,9 @@ EPISODES_PER_JOB = 16
 
 JOBS_PER_WORKER = 4
 """Jobs scheduled ahead of the next job to write."""
+
+MAX_DEATHS, DEATHS_SHARE = 8, 0.05
+"""Episodes that end their process, and their share of all, from which no more are played."""
 
 
 class Dropped(Wire):
@@ -132,6 +136,7 @@ def generate_demonstrations(
                 if isinstance(result, Dropped):
                     dropped[result.kind] += 1
                     dropped_file.write(_line(result))
+                    _refuse_deaths(env, result, dropped, num_kept)
                 else:
                     num_kept += 1
                     kept_file.write(_line(result))
@@ -140,6 +145,20 @@ def generate_demonstrations(
     except OSError as error:
         raise DataError(f"{path}: cannot write demonstrations: {error}") from error
     return Summary(path, num_kept, time.perf_counter() - start, dict(dropped))
+
+
+def _refuse_deaths(env: Spec, last: Dropped, dropped: Counter[str], num_kept: int) -> None:
+    """Stop where each worker plays a few episodes and dies: each start takes seconds.
+
+    Errors: LudusError.
+    """
+    died, played = dropped["died"], num_kept + dropped.total()
+    if died >= MAX_DEATHS and died > DEATHS_SHARE * played:
+        raise LudusError(
+            f"{env.name}: {died} of {played} episodes of the expert ended their process, the last "
+            f"with: {last.reason}. An environment must not call os._exit, nor crash in native "
+            "code; exit code -9: it was killed, often for its memory"
+        )
 
 
 def require_pool() -> None:
@@ -156,7 +175,7 @@ def load_demonstrations(path: Path | str) -> Iterator[Demonstration]:
     """Yields the demonstrations of a file. Errors: DataError with line number and reason."""
     path = Path(path)
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue

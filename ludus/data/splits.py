@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, DataError
-from ludus.core.files import atomic_write
+from ludus.core.files import atomic_write, read_json
 from ludus.core.types import NO_ENV, Spec, Task
 from ludus.data.worlds import MAX_TASKS, Worlds
 from ludus.envs import ENVS
@@ -191,9 +191,10 @@ def _stored(
     if folder is None or not folder.splits.exists():
         return None
     try:
-        stored = json.loads(folder.splits.read_text(encoding="utf-8"))
+        stored = read_json(folder.splits)
         if stored["settings"] != _settings(config):
             return None
         return frozenset(stored["taken"]), frozenset(stored.get("repeated", ()))
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{folder.splits} is damaged: {error!r}; remove it") from None
+        reason = str(error) if isinstance(error, ValueError) else "it is no record of splits"
+        raise DataError(f"{folder.splits} is damaged: {reason}; remove it") from None

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ludus.core.errors import DataError, printable
+from ludus.core.files import read_regular
 
 
 class Record(BaseModel):
@@ -152,7 +153,7 @@ class Comparison(Record):
 def read_evaluation(path: Path) -> Evaluation:
     """Returns an evaluation of a run's folder. Errors: DataError for a damaged file."""
     try:
-        return Evaluation.model_validate_json(path.read_bytes())
+        return Evaluation.model_validate_json(read_regular(path))
     except (OSError, ValidationError):
         raise DataError(
             f"{path} is no evaluation of a run: restore the file, or remove it to leave the "

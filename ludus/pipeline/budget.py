@@ -8,6 +8,7 @@ evaluation, and never decreases.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from ludus.config.schema import BudgetConfig
 from ludus.core.errors import DataError
-from ludus.core.files import atomic_write
+from ludus.core.files import atomic_write, read_json
 
 NUM_RECENT_STEPS = 5
 """Steps whose mean predicts the next one."""
@@ -144,11 +145,14 @@ class Timings:
 
 
 def _read(path: Path) -> Spent:
-    if not path.exists():
-        return Spent()
     try:
-        count = json.loads(path.read_text(encoding="utf-8"))
-        return Spent(float(count["seconds"]), float(count["tokens"]))
+        count = read_json(path)
+        spent = Spent(float(count["seconds"]), float(count["tokens"]))
+        if not (0 <= spent.seconds < math.inf and 0 <= spent.tokens < math.inf):
+            raise ValueError("a number is negative or not finite")
+        return spent
+    except FileNotFoundError:
+        return Spent()
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path}: malformed count of time and tokens ({error}); repair the file, or remove it "

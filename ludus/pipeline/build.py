@@ -388,7 +388,11 @@ def _demonstrations(
                 on_episode=lambda *_: observer.tick(),
             )
         observer.note(str(summary))
-    if demonstrations := list(load_demonstrations(path)):
+    try:
+        demonstrations = list(load_demonstrations(path))
+    except DataError as error:
+        raise DataError(f"{error}; remove {path.name}, and the expert plays again") from error
+    if demonstrations:
         return demonstrations
     dropped = dropped_path(path)
     first = dropped.read_text(encoding="utf-8").partition("\n")[0]

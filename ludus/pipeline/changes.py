@@ -1,13 +1,14 @@
-"""What a run refuses when it is resumed: changes without effect, and checkpoints that are gone."""
+"""Checks of a run that is resumed: changes without effect, and files that are gone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ludus.config.load import lookup
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError
 from ludus.store.folders import RunFolder
+from ludus.telemetry.metrics import MetricsLog
 from ludus.train.checkpoint.listing import list_checkpoints
 
 
@@ -41,7 +42,15 @@ def refuse_changes(
         )
 
 
-def refuse_lost_checkpoints(folder: RunFolder, *, complete: bool) -> None:
+def require_files(folder: RunFolder) -> None:
+    """Refuse a folder or a pipe in place of a file that the run writes. Errors: LudusError."""
+    written = ("timings.json", "findings.json", "budget.json", "log.jsonl", "report.html")
+    for path in (folder.path / name for name in written):
+        if path.exists() and not path.is_file():
+            raise LudusError(f"{path} is not a file, and the run has to write it: remove it")
+
+
+def refuse_lost_checkpoints(folder: RunFolder, before: RunConfig, *, complete: bool) -> None:
     """Refuse to start over a run whose checkpoints are gone: its results would be discarded.
 
     Errors: LudusError.
@@ -49,12 +58,54 @@ def refuse_lost_checkpoints(folder: RunFolder, *, complete: bool) -> None:
     path = folder.checkpoints
     if path.exists() and not path.is_dir():
         raise LudusError(f"{path} is not a folder: restore the run's checkpoints, or remove it")
-    found = [child for child in path.iterdir() if child.is_dir()] if path.exists() else []
-    if complete and not found:
+    if path.exists() and any(child.is_dir() for child in path.iterdir()):
+        return
+    state = "complete" if complete else _beyond_a_checkpoint(folder, before)
+    if state:
         raise LudusError(
-            f"run {folder.id} is complete, but has no checkpoints in {path}, so it would start "
+            f"run {folder.id} is {state}, but has no checkpoints in {path}, so it would start "
             "over: restore that folder, or start a new run"
         )
+
+
+def _beyond_a_checkpoint(folder: RunFolder, config: RunConfig) -> str:
+    """The stage and step that the run has recorded, where a checkpoint was saved before it."""
+    steps = _recorded_steps(folder)
+    for stage in ("rl", "sft"):
+        done = steps.get(stage, 0)
+        if done > config.checkpoint.every or (stage == "rl" and done and "sft" in steps):
+            return f"at step {done} of {stage}"
+    return ""
+
+
+def _recorded_steps(folder: RunFolder) -> dict[str, int]:
+    """The number of steps of each stage in the metrics. Errors: DataError for a damaged line."""
+    if not folder.metrics.exists():
+        return {}
+    return {line.stage: line.step + 1 for line in MetricsLog.read(folder.metrics)}
+
+
+def losses(folder: RunFolder, *, known: bool) -> Iterator[str]:
+    """Yields what a resumed run has lost of what its newest checkpoint was saved with.
+
+    Args:
+        known: the store has a row of the run.
+
+    Errors: DataError for a damaged line of metrics.
+    """
+    steps = _recorded_steps(folder)
+    for newest in list_checkpoints(folder.checkpoints)[-1:]:
+        if steps.get(newest.stage, 0) < newest.step:
+            yield (
+                f"{folder.metrics} lacks steps before {newest.path.name}: so will the report, and "
+                "its curves"
+            )
+        if not folder.budget.exists():
+            yield f"{folder.budget} is missing: time and tokens count from 0, for limits too"
+        if not known:
+            yield "the store has no record of the run: earlier rollouts are missing from it"
+        if folder.identity() is None:
+            yield f"{folder.facts} is missing: checkpoints of another run cannot be told from its"
 
 
 def _after_sft(folder: RunFolder, before: RunConfig, config: RunConfig) -> str:

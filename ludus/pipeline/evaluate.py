@@ -100,6 +100,7 @@ def export_checkpoint(
     folder = find_run(runs_dir, run_id)
     info = find_checkpoint(folder, checkpoint)
     tokenizer = run_tokenizer(folder)
+    folder.require_config()
     config = load_config(folder.config)
     model, _ = restore_policy(config.model, tokenizer, config.seed, info.path)
     export_hf(

@@ -24,7 +24,12 @@ from ludus.models.decoders import native
 from ludus.pipeline.breakpoints import patient
 from ludus.pipeline.budget import Budget, Timings
 from ludus.pipeline.build import Run, build_training
-from ludus.pipeline.changes import refuse_changes, refuse_lost_checkpoints
+from ludus.pipeline.changes import (
+    losses,
+    refuse_changes,
+    refuse_lost_checkpoints,
+    require_files,
+)
 from ludus.pipeline.companions import PLAIN, LaunchOptions, check_options, companions
 from ludus.pipeline.hosted import check_host, trainer_of
 from ludus.pipeline.live import LiveRecord
@@ -44,6 +49,7 @@ from ludus.store.folders import (
     create_run,
     disk_faults,
     find_run,
+    read_facts,
     resume_command,
 )
 from ludus.store.mirror import RunMirror, fetch_run
@@ -121,6 +127,7 @@ def resume(
     ends with the same bits as if it had never stopped.
     """
     folder = find_run(runs_dir, run_id)
+    folder.require_config()
     with folder.lock():
         _resume(folder, load_config(folder.config, overrides), observer, skip_damaged, options)
     return folder
@@ -134,6 +141,7 @@ def _resume(
     options: LaunchOptions,
 ) -> None:
     """Resume a run that this process has locked, with `config` in place of its own."""
+    require_files(folder)
     before = load_config(folder.config)
     _check_all(config, options, observer.note)
     urls = resolved_urls(config.notify, observer.note)
@@ -149,17 +157,16 @@ def _resume(
             observer.note(f"run {folder.id} was complete already: nothing to do")
             return
         complete = folder.id in rows and rows[folder.id].status == "completed"
-        refuse_lost_checkpoints(folder, complete=complete)
+        refuse_lost_checkpoints(folder, before, complete=complete)
+        for loss in losses(folder, known=folder.id in rows):
+            observer.note(loss)
         for change in code_changes(config, folder):
             observer.note(
                 f"changed since the run started: {change}; earlier results are of the old"
             )
         for *_, path in folder.evaluation_files():
             read_evaluation(path)  # a damaged one would end the run after its training
-        if folder.metrics.exists():
-            MetricsLog.read(folder.metrics)  # damaged lines, before anything is loaded or changed
-        elif list_checkpoints(folder.checkpoints):
-            observer.note(f"{folder.metrics} is missing: the report will lack the earlier steps")
+        read_facts(folder.path / "timings.json")
         splits = read_splits(config, folder)
         if not list_checkpoints(folder.checkpoints):
             check_parts(config, folder)
@@ -253,7 +260,7 @@ def _recorded(
     `before`: the configuration to restore if the run fails before its first step with `config`.
     `complete`: the run was; it stays so if it fails before any result was discarded.
     """
-    setup_logging(folder.path, observer.console if isinstance(observer, Display) else None)
+    console = observer.console if isinstance(observer, Display) else None
     observer = LiveRecord(folder.live, observer)
     trainers: list[Trainer] = []
     mirror: RunMirror | None = None
@@ -275,6 +282,7 @@ def _recorded(
             observer.note(f"run {folder.id} failed; once that is fixed: {resume_command(folder)}")
 
     try:
+        setup_logging(folder.path, console)
         with (
             disk_faults(folder),
             MetricsLog(folder.metrics, build_sinks(config, folder.path)) as m,

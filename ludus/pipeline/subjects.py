@@ -156,6 +156,7 @@ def evaluate_subjects(
                 "environment: give a recipe that does, e.g. --recipe babyai-tiny"
             )
         origin = runs[0].folder
+        origin.require_config()
         recipe = load_config(origin.config)
     options = {"num_tasks": num_tasks, "samples_per_task": samples, "temperature": temperature}
     settings = _with_options(recipe.evaluate, options).model_dump()
@@ -222,6 +223,7 @@ def play_subject(
         limits = make_limits(config, splits, urls)
         return run_async(_play_endpoint(subject, config, limits, on_episode, playing))
     if isinstance(subject, RunSubject):
+        subject.folder.require_config()
         own = load_config(subject.folder.config)
         config = derived(config, model=own.model.model_dump(), seed=own.seed)
         tokenizer = run_tokenizer(subject.folder)

@@ -30,6 +30,7 @@ NAMES = {"before": "before RL", "after": "after RL", "rl": "RL step {step}"}
 
 def report(folder: RunFolder, store: RunStore) -> Path:
     """Write `report.html` into the run's folder."""
+    folder.require_config()
     config = load_config(folder.config)
     row = store.run(folder.id)
     evaluations = read_evaluations(folder)

@@ -18,11 +18,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from ludus.core.errors import ConfigError, DataError, LudusError, did_you_mean
-from ludus.core.files import InUse, atomic_write, lock
+from ludus.core.files import InUse, atomic_write, lock, read_json, read_regular
 
 _EVALUATION = re.compile(r"([a-z]+)-([0-9]{6,})\.json")
+LAST_KEY = "report"
+"""The last key of the file that a run's settings are written to."""
+
 DISK_FAULTS = {
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
+    errno.EISDIR, errno.ENOTDIR,
 }  # fmt: skip
 
 
@@ -78,6 +82,18 @@ class RunFolder:
         identity = read_facts(self.facts).get("identity")
         return None if identity is None else str(identity)
 
+    def require_config(self) -> None:
+        """Refuse a configuration that was cut off: the keys that it lacks would take defaults.
+
+        Errors: ConfigError.
+        """
+        text = read_regular(self.config).decode("utf-8", errors="replace")
+        if not re.search(rf"^{LAST_KEY}:.*\n", text, re.MULTILINE):
+            raise ConfigError(
+                f"{self.config}: it was cut off after {text.count(chr(10))} lines: the settings "
+                f"of a run end with `{LAST_KEY}`; restore the file"
+            )
+
     def evaluation_files(self) -> list[tuple[str, int, Path]]:
         """Returns label, step and path of each evaluation; files with other names are ignored."""
         found = []
@@ -99,10 +115,10 @@ def read_facts(path: Path) -> dict[str, Any]:
     Errors: DataError for a damaged file.
     """
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = read_json(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise DataError(f"{path} is damaged: {error}; remove it") from None
     if not isinstance(facts, dict):
         raise DataError(f"{path} is damaged: it holds no object; remove it")
@@ -202,6 +218,10 @@ def find_run(runs_dir: str | Path, run: str) -> RunFolder:
     for folder in (Path(runs_dir) / run, Path(run)):
         if run and _is_file(folder / "config.yaml"):
             return RunFolder(folder if folder.name else folder.resolve())
+    if run and os.path.isdir(Path(runs_dir) / run / "checkpoints"):
+        raise ConfigError(
+            f"run {run}: {Path(runs_dir) / run / 'config.yaml'} is missing: restore it"
+        )
     ids = _ids(runs_dir)
     told = f"there is no run {run[:100]!r}"
     if not ids:
@@ -223,6 +243,6 @@ def disk_faults(folder: RunFolder) -> Iterator[None]:
         if error.errno not in DISK_FAULTS:
             raise
         raise LudusError(
-            f"{error.filename or folder.path}: {error.strerror}. Everything saved is intact: "
-            "free some space or fix the permissions, then resume the run"
+            f"{error.filename2 or error.filename or folder.path}: {error.strerror}. Everything "
+            "saved is intact: free some space or fix the permissions, then resume the run"
         ) from error

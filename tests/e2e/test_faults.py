@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 from collections import Counter
@@ -478,7 +480,81 @@ def test_a_complete_run_without_checkpoints_does_not_start_over(
     (ludus.cwd / "elsewhere").rename(kept)
     (ludus.run() / "metrics.jsonl").unlink()
     done = ludus(*more).ok()
-    assert "metrics.jsonl is missing: the report will lack the earlier steps" in done.err
+    assert "metrics.jsonl lacks steps before rl-000005: so will the report" in done.err
+
+
+def test_an_interrupted_run_without_checkpoints_does_not_start_over(ludus: Ludus) -> None:
+    more = ("rl.steps=400", "evaluate.every=0", "checkpoint.every=2")
+    process = ludus.start("train", BABYAI, *more)
+    process.until("rl: 400 steps")
+    process.signal(signal.SIGINT)
+    process.wait()
+    shutil.rmtree(ludus.run() / "checkpoints")
+    ludus("train", "--resume", "tiny-1").refused(1, "run tiny-1 is at step", "but has no checkpo")
+
+
+NOT_FILES = ["timings.json", "findings.json", "budget.json", "log.jsonl", "report.html"]
+
+
+def test_state_of_a_run_that_is_damaged_is_told_before_anything_changes(
+    ludus: Ludus, reference: Ludus
+) -> None:
+    """Neither a traceback nor a hang, and a complete run stays complete."""
+    more = ("train", "--resume", "tiny-1", "rl.steps=9")
+    shutil.copytree(reference.cwd / "runs", ludus.cwd / "runs")
+    config = ludus.run() / "config.yaml"
+    whole = config.read_text()
+    config.write_text(whole[: len(whole) // 2])
+    for verb in (more, ("report", "tiny-1"), ("evaluate", "tiny-1")):
+        ludus(*verb).refused(2, "config.yaml: it was cut off after", "restore the file")
+    config.rename(ludus.cwd / "config.yaml")
+    ludus(*more).refused(2, "run tiny-1: runs/tiny-1/config.yaml is missing: restore it")
+    config.write_text(whole)
+    for name in NOT_FILES:
+        path = ludus.run() / name
+        kept = path.read_bytes() if path.exists() else None
+        path.unlink(missing_ok=True)
+        for make in (os.mkfifo, os.mkdir):
+            make(path)
+            ludus(*more).refused(1, f"runs/tiny-1/{name} is not a file")
+            assert ludus.status() == "completed"
+            path.rmdir() if path.is_dir() else path.unlink()
+        if kept is not None:
+            path.write_bytes(kept)
+    for name in ("run.json", "splits.json", "budget.json", "timings.json", "code.json"):
+        path = ludus.run() / name
+        kept = path.read_bytes()
+        told = "remove it"
+        for content in (b"[" * 100_000, b"null", b'{"seconds": NaN, "tokens": 0}'):
+            if name not in ("splits.json", "budget.json") and content.startswith(b"{"):
+                continue
+            path.write_bytes(content)
+            ludus(*more).refused(1, name, told)
+            assert ludus.status() == "completed"
+        path.write_bytes(kept)
+    for name in ("run.json", "splits.json", "code.json", "evaluations/before-000000.json"):
+        path = ludus.run() / name
+        kept = path.read_bytes()
+        path.unlink()
+        os.mkfifo(path)
+        ludus(*more).refused(1, name, "remove")
+        path.unlink()
+        path.write_bytes(kept)
+    for name, said in (
+        ("demonstrations.jsonl", "remove demonstrations.jsonl, and the expert plays again"),
+        ("tokenizer/tokenizer.json", "Restore runs/tiny-1/tokenizer/tokenizer.json"),
+    ):
+        path = ludus.run() / name
+        kept = path.read_bytes()
+        path.write_bytes(b'{"a": 1}')
+        ludus(*more).refused(2 if "tokenizer" in name else 1, name, said)
+        path.write_bytes(kept)
+        assert ludus.status() == "completed"
+    for name in ("budget.json", "run.json"):
+        (ludus.run() / name).unlink()
+    done = ludus(*more).ok()
+    assert "budget.json is missing: time and tokens count from 0" in done.err
+    assert "run.json is missing: checkpoints of another run" in done.err
 
 
 def test_a_complete_run_stays_so_where_code_fails_before_its_first_step(

@@ -69,7 +69,10 @@ def load_error(key: str, path: str, error: Exception) -> str:
             f"{folder.name} FOLDER`, and name that folder"
         )
     if folder.is_dir():
-        return f"{key}: cannot load from the folder {path}: {_first_line(error)}"
+        file = folder / "tokenizer.json"
+        of_run = (folder.parent / "config.yaml").is_file() and key == "model.tokenizer"
+        remedy = f". Restore {file}: it has to be a file" if of_run else ""
+        return f"{key}: cannot load from the folder {path}: {_first_line(error)}{remedy}"
     siblings = [item.name for item in folder.parent.glob("*") if item.is_dir()]
     hint = did_you_mean(folder.name, siblings, f"{folder.parent}/{{}}") if "/" in path else ""
     if path.count("/") != 1 or path[0] in "./~":

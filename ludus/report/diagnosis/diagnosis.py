@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ludus.config.schema import RunConfig
-from ludus.core.files import atomic_write
+from ludus.core.files import atomic_write, read_json
 from ludus.report.diagnosis import learning, rollouts
 from ludus.report.diagnosis.findings import WINDOW, Check, Finding, History
 from ludus.telemetry.metrics import Line
@@ -151,10 +151,10 @@ def read_findings(path: Path, tell: Callable[[str], object] = lambda _: None) ->
     """Returns the findings of a run's folder; none where the file is absent or damaged. `tell`
     receives what is wrong with a damaged one."""
     try:
-        return [Finding(**found) for found in json.loads(path.read_text(encoding="utf-8"))]
+        return [Finding(**found) for found in read_json(path)]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError):
+    except (ValueError, TypeError):
         tell(
             f"{path} is damaged: the findings are left out. The run writes it again when it is "
             "resumed, and `ludus report` finds them in the metrics"

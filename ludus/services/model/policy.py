@@ -111,6 +111,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _of_run(folder: RunFolder, path: Path, overrides: ModelOverrides) -> Policy:
     tokenizer = run_tokenizer(folder)
+    folder.require_config()
     config = load_config(folder.config)
     settings = _with_overrides(config.model, overrides)
     model, version = restore_policy(settings, tokenizer, config.seed, path)
