@@ -189,7 +189,6 @@ def model_card(
     folder: RunFolder, info: CheckpointInfo, repo: str, licence: str, exported: str
 ) -> str:
     """Returns the card: the exported one, with a licence, training, data, results, versions."""
-    folder.require_config()
     config = load_config(folder.config)
     measured = "" if info.metric is None else f", {info.metric_name} {info.metric:.4g}"
     head, _, body = exported.removeprefix("---\n").partition("---\n")

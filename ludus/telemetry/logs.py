@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludus.core.errors import ConfigError, LudusError, did_you_mean
-from ludus.core.files import open_regular
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -176,7 +175,6 @@ def _screen(style: str, console: Console | None) -> logging.Handler:
 def _file(path: Path) -> logging.Handler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
         handler = _RunLog(path, encoding="utf-8")
     except OSError as error:
         raise LudusError(f"{path}: the log cannot be opened: {error.strerror}") from error

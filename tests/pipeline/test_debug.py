@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 import ludus
-from ludus.config.load import load_config
+from ludus.config.load import dump_config, load_config
 from ludus.core.errors import ConfigError
 from ludus.pipeline.debug import debug, row_lines
 from ludus.pipeline.launch import resume, train
@@ -203,6 +203,6 @@ def test_training_with_the_debug_back_end_is_refused(tmp_path: Path):
         train(config, Display())
     run = tmp_path / "runs" / "debugged-1"
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text(recipe(tmp_path).read_text())
+    (run / "config.yaml").write_text(dump_config(load_config(recipe(tmp_path))))
     with pytest.raises(ConfigError, match="backend: debug trains nothing"):
         resume("debugged-1", "runs", Display(), ["backend=debug"])
