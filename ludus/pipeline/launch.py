@@ -24,12 +24,7 @@ from ludus.models.decoders import native
 from ludus.pipeline.breakpoints import patient
 from ludus.pipeline.budget import Budget, Timings
 from ludus.pipeline.build import Run, build_training
-from ludus.pipeline.changes import (
-    losses,
-    refuse_changes,
-    refuse_lost_checkpoints,
-    require_files,
-)
+from ludus.pipeline.changes import losses, refuse_changes, refuse_lost_checkpoints, require_files
 from ludus.pipeline.companions import PLAIN, LaunchOptions, check_options, companions
 from ludus.pipeline.hosted import check_host, trainer_of
 from ludus.pipeline.live import LiveRecord

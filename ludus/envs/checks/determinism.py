@@ -5,13 +5,7 @@ from __future__ import annotations
 from ludus.core.errors import EnvError, counted
 from ludus.core.types import Spec, Task
 from ludus.envs.checks.differences import HASHED, SEEDED, difference, expert_change
-from ludus.envs.checks.play import (
-    EpisodeProcessDied,
-    Player,
-    Turn,
-    actions_of,
-    play_in_process,
-)
+from ludus.envs.checks.play import EpisodeProcessDied, Player, Turn, actions_of, play_in_process
 from ludus.envs.checks.subject import Subject
 
 PROCESS_START_S = 60.0
