@@ -49,7 +49,7 @@ def science(*words: str) -> Iterator[tuple[Command, httpx.Client]]:
     limits = httpx.Limits(max_connections=None)
     with (
         command("scienceworld", *words) as served,
-        httpx.Client(base_url=served.url, timeout=120, limits=limits) as client,
+        httpx.Client(base_url=served.url, timeout=180, limits=limits) as client,
     ):
         yield served, client
 
