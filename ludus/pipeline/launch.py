@@ -145,15 +145,13 @@ def _resume(
         observer.note(f"changed: {key} from {lookup(before, key)} to {lookup(config, key)}")
     with RunStore.open(config.store, folder.path.parent) as store:
         refuse_changes(folder, before, config, changes)
-        rows = {row.id: row for row in store.runs()}
-        if folder.id not in rows:
-            _insert_row(store, folder, config)
-        elif rows[folder.id].status == "completed" and not changes:
+        row = next((row for row in store.runs() if row.id == folder.id), None)
+        complete = row is not None and row.status == "completed"
+        if complete and not changes:
             observer.note(f"run {folder.id} was complete already: nothing to do")
             return
-        complete = folder.id in rows and rows[folder.id].status == "completed"
         refuse_lost_checkpoints(folder, before, complete=complete)
-        for loss in losses(folder, known=folder.id in rows):
+        for loss in losses(folder, known=row is not None):
             observer.note(loss)
         for change in code_changes(config, folder):
             observer.note(
@@ -165,6 +163,8 @@ def _resume(
         splits = read_splits(config, folder)
         if not list_checkpoints(folder.checkpoints):
             check_parts(config, folder)
+        if row is None:  # after all checks: a refused resume leaves no row that says "running"
+            _insert_row(store, folder, config)
         store.reopen_run(folder.id)
         with disk_faults(folder):
             atomic_write(folder.config, dump_config(config))

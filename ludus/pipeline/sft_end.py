@@ -91,7 +91,7 @@ def recent(successes: Sequence[float]) -> float:
 
 
 def unreached(until: SFTUntilConfig, successes: Sequence[float]) -> str:
-    """How far success is from its target where SFT has taken all of its steps."""
+    """Returns the success that SFT reached in all of its steps, beside its target, in words."""
     level = recent(successes) if successes else 0.0
     return (
         f"all of its steps; {level:.0%} of the sampled episodes succeed, of {until.success:.0%} "

@@ -304,7 +304,7 @@ class Trainer:
         return sft_end.reason_to_end(until, sft_end.measured(self.run, step))
 
     def _unreached(self, stage: Stage, step: int) -> str:
-        """How far SFT is from `sft.until` after its last step; empty before, and without one."""
+        """Returns the success after the last step of SFT, beside `sft.until`; empty before."""
         until = self._until(stage)
         if until is None or step < stage.steps:
             return ""

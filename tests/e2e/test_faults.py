@@ -491,6 +491,11 @@ def test_an_interrupted_run_without_checkpoints_does_not_start_over(ludus: Ludus
     process.wait()
     shutil.rmtree(ludus.run() / "checkpoints")
     ludus("train", "--resume", "tiny-1").refused(1, "run tiny-1 is at step", "but has no checkpo")
+    for database in (ludus.cwd / "runs").glob("ludus.db*"):
+        database.unlink()
+    ludus("train", "--resume", "tiny-1").refused(1, "but has no checkpoints")
+    with ludus.store() as store:
+        assert store.run_ids() == set(), "a refused resume leaves no row that says running"
 
 
 NOT_FILES = ["timings.json", "findings.json", "budget.json", "log.jsonl", "report.html"]
