@@ -114,14 +114,14 @@ def open_store(runs_dir: str, url: str | None) -> Any:
 
 def unfinished(store: Any, runs_dir: str, run: str | None = None) -> list[str]:
     """Returns what to do about runs that were killed: unknown to the store, or said to run."""
-    from ludus.config.load import load_config
     from ludus.store.folders import RunFolder, resume_command, unrecorded
+    from ludus.store.settings import run_config
 
     lines = []
     rows = {row.id: row.status for row in store.runs()}
     for folder in [] if run else unrecorded(runs_dir, rows):
         with suppress(ConfigError):  # no run of this version
-            if load_config(folder.config).store is None:
+            if run_config(folder).store is None:
                 lines.append(
                     f"{folder.id}: killed before it was recorded: {resume_command(folder)}"
                 )

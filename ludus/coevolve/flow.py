@@ -27,7 +27,7 @@ from ludus.coevolve.report.page import try_report
 from ludus.coevolve.roles import Role, Roles, has_heldout, run_name, trains_curriculum
 from ludus.coevolve.storage import Storage
 from ludus.config.coevolve import CoevolveConfig
-from ludus.config.load import dump_config, load_as, load_config
+from ludus.config.load import dump_config, load_as
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, did_you_mean
 from ludus.core.files import atomic_write
@@ -36,6 +36,7 @@ from ludus.pipeline import launch
 from ludus.pipeline.evaluate import export_checkpoint
 from ludus.pipeline.progress import Observer
 from ludus.store.folders import RunFolder, disk_faults
+from ludus.store.settings import run_config
 
 STAGES = ("curriculum", "generate", "score", "filter", "executor", "evaluate")
 """The stages of an iteration, in order."""
@@ -191,7 +192,7 @@ class Coevolution:
     def _train(self, config: RunConfig, name: str) -> Mapping[str, Any]:
         """Train a run, or resume it; export its model."""
         run = self._newest_run(name)
-        if run is not None and (_has_steps(run) or load_config(run / "config.yaml") == config):
+        if run is not None and (_has_steps(run) or run_config(RunFolder(run)) == config):
             folder = launch.resume(run.name, str(self.storage.runs), self.observer)
         else:
             folder = launch.train(config, self.observer)

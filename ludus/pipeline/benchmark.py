@@ -47,6 +47,7 @@ from ludus.pipeline.subjects import (
     play_subject,
 )
 from ludus.report.iterations import draw_iterations
+from ludus.store.settings import run_config
 from ludus.tasks.benchmarks import BENCHMARKS
 from ludus.tasks.benchmarks.reader import benchmark_tasks, find_benchmark
 from ludus.tasks.readers import OnBadLine, TaskList
@@ -296,7 +297,7 @@ def _config(
     train = Spec(name="benchmark", args={"name": name, **({"path": path} if path else {})})
     runs = [subject for subject in subjects if isinstance(subject, RunSubject)]
     if recipe is None and runs:
-        recipe = load_config(runs[0].folder.config)
+        recipe = run_config(runs[0].folder)
     config = _defaults(subjects, request, train) if recipe is None else recipe
     rollout = config.rollout.model_dump(mode="json")
     rollout["parts"] = {}

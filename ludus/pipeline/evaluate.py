@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ludus.config.load import load_config
 from ludus.config.schema import EvaluateConfig
 from ludus.core.types import Group, Spec, Task
 from ludus.envs import ENVS
@@ -21,6 +20,7 @@ from ludus.pipeline.tokenizer import make_renderer
 from ludus.rollout.collect import Collector
 from ludus.rollout.host import LocalEnvs
 from ludus.store.folders import find_run
+from ludus.store.settings import run_config
 from ludus.train.checkpoint.export import export_hf
 from ludus.train.checkpoint.policy import find_checkpoint, restore_policy, run_tokenizer
 
@@ -100,8 +100,7 @@ def export_checkpoint(
     folder = find_run(runs_dir, run_id)
     info = find_checkpoint(folder, checkpoint)
     tokenizer = run_tokenizer(folder)
-    folder.require_config()
-    config = load_config(folder.config)
+    config = run_config(folder)
     model, _ = restore_policy(config.model, tokenizer, config.seed, info.path)
     export_hf(
         model,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ludus.backends.hosted import task_lines
-from ludus.config.load import load_config
 from ludus.config.schema import RunConfig
 from ludus.core.types import Spec, Task
 from ludus.data.splits import Splits
@@ -18,6 +17,7 @@ from ludus.pipeline.build import make_collector, make_limits
 from ludus.pipeline.tokenizer import make_renderers
 from ludus.rollout.collect import Collector
 from ludus.store.folders import RunFolder
+from ludus.store.settings import run_config
 from ludus.tasks.readers import TaskList
 
 
@@ -30,7 +30,7 @@ def open_collector(
         sampler_of: returns the host's sampler, given the number of the model's ids.
     """
     folder = RunFolder(Path(job["run"]))
-    config = load_config(folder.config)
+    config = run_config(folder)
     env = None if job["env"] is None else Spec.model_validate(job["env"])
     config = config.model_copy(update={"env": env})
     splits = Splits(_tasks(job["tasks"]["train"]), _tasks(job["tasks"]["heldout"]))

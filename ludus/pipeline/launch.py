@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 
 from ludus.backends import BACKENDS
-from ludus.config.load import diff, dump_config, load_config, lookup
+from ludus.config.load import diff, dump_config, lookup
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, MirrorError
 from ludus.core.files import atomic_write
@@ -49,6 +49,7 @@ from ludus.store.folders import (
 )
 from ludus.store.mirror import RunMirror, fetch_run
 from ludus.store.processes import recorded_processes
+from ludus.store.settings import run_config
 from ludus.telemetry.logs import get_logger, setup_logging
 from ludus.telemetry.metrics import MetricsLog
 from ludus.telemetry.sinks import build_sinks
@@ -122,9 +123,8 @@ def resume(
     ends with the same bits as if it had never stopped.
     """
     folder = find_run(runs_dir, run_id)
-    folder.require_config()
     with folder.lock():
-        _resume(folder, load_config(folder.config, overrides), observer, skip_damaged, options)
+        _resume(folder, run_config(folder, overrides), observer, skip_damaged, options)
     return folder
 
 
@@ -137,7 +137,7 @@ def _resume(
 ) -> None:
     """Resume a run that this process has locked, with `config` in place of its own."""
     require_files(folder)
-    before = load_config(folder.config)
+    before = run_config(folder)
     _check_all(config, options, observer.note)
     urls = resolved_urls(config.notify, observer.note)
     changes = [key for key in diff(before, config) if key != "runs_dir"]  # a location, no setting

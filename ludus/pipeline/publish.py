@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ludus.config import yaml12
-from ludus.config.load import load_config
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, StoreError, described
 from ludus.evaluate.results import Evaluation
@@ -22,6 +21,7 @@ from ludus.pipeline.evaluate import export_checkpoint
 from ludus.report.collect import read_evaluations
 from ludus.store import RunStore
 from ludus.store.folders import RunFolder, find_run
+from ludus.store.settings import run_config
 from ludus.train.checkpoint.listing import CheckpointInfo
 from ludus.train.checkpoint.policy import find_checkpoint
 
@@ -189,7 +189,7 @@ def model_card(
     folder: RunFolder, info: CheckpointInfo, repo: str, licence: str, exported: str
 ) -> str:
     """Returns the card: the exported one, with a licence, training, data, results, versions."""
-    config = load_config(folder.config)
+    config = run_config(folder)
     measured = "" if info.metric is None else f", {info.metric_name} {info.metric:.4g}"
     head, _, body = exported.removeprefix("---\n").partition("---\n")
     body = body.replace(f'"{folder.id}, {info.path.name}"', f'"{repo}"')

@@ -38,6 +38,7 @@ from ludus.pipeline.registries import check_judges, equal_samples
 from ludus.pipeline.tokenizer import check_functions
 from ludus.rollout.collect import Collector
 from ludus.store.folders import RunFolder
+from ludus.store.settings import run_config
 from ludus.tools.limits.limiter import Limits
 from ludus.train.checkpoint.listing import CheckpointInfo
 from ludus.train.checkpoint.policy import find_checkpoint, find_run_checkpoint, run_tokenizer
@@ -156,8 +157,7 @@ def evaluate_subjects(
                 "environment: give a recipe that does, e.g. --recipe babyai-tiny"
             )
         origin = runs[0].folder
-        origin.require_config()
-        recipe = load_config(origin.config)
+        recipe = run_config(origin)
     options = {"num_tasks": num_tasks, "samples_per_task": samples, "temperature": temperature}
     settings = _with_options(recipe.evaluate, options).model_dump()
     config = derived(recipe, evaluate=settings, sft=None, rl=None, demonstrations=None)
@@ -223,8 +223,7 @@ def play_subject(
         limits = make_limits(config, splits, urls)
         return run_async(_play_endpoint(subject, config, limits, on_episode, playing))
     if isinstance(subject, RunSubject):
-        subject.folder.require_config()
-        own = load_config(subject.folder.config)
+        own = run_config(subject.folder)
         config = derived(config, model=own.model.model_dump(), seed=own.seed)
         tokenizer = run_tokenizer(subject.folder)
         run = build(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ludus.config.load import dump_changes, load_config
+from ludus.config.load import dump_changes
 from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError
 from ludus.core.types import Task, Trajectory
@@ -19,6 +19,7 @@ from ludus.report.diagnosis import diagnose
 from ludus.store import RunStatus, RunStore
 from ludus.store.folders import RunFolder, disk_faults, find_run, read_facts, show_command
 from ludus.store.rows import TrajectoryRow
+from ludus.store.settings import run_config
 from ludus.telemetry.metrics import Line, MetricsLog
 
 MAX_FAILURES = 4
@@ -30,8 +31,7 @@ NAMES = {"before": "before RL", "after": "after RL", "rl": "RL step {step}"}
 
 def report(folder: RunFolder, store: RunStore) -> Path:
     """Write `report.html` into the run's folder."""
-    folder.require_config()
-    config = load_config(folder.config)
+    config = run_config(folder)
     row = store.run(folder.id)
     evaluations = read_evaluations(folder)
     comparison, uncompared = compared(evaluations)
@@ -64,7 +64,7 @@ def report(folder: RunFolder, store: RunStore) -> Path:
 def report_again(run: str, runs_dir: str, store: str | None) -> Path:
     """Write a run's report again, from the store."""
     folder = find_run(runs_dir, run)
-    config = load_config(folder.config)
+    config = run_config(folder)
     url = store or config.store
     with RunStore.open(url, folder.path.parent, read_only=True) as opened, disk_faults(folder):
         return report(folder, opened)

@@ -18,12 +18,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from ludus.core.errors import ConfigError, DataError, LudusError, did_you_mean
-from ludus.core.files import InUse, atomic_write, lock, read_json, read_regular
+from ludus.core.files import InUse, atomic_write, lock, read_json
 
 _EVALUATION = re.compile(r"([a-z]+)-([0-9]{6,})\.json")
-LAST_KEY = "report"
-"""The last key of the file that a run's settings are written to."""
-
 DISK_FAULTS = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
     errno.EISDIR, errno.ENOTDIR,
@@ -81,18 +78,6 @@ class RunFolder:
         """
         identity = read_facts(self.facts).get("identity")
         return None if identity is None else str(identity)
-
-    def require_config(self) -> None:
-        """Refuse a configuration that was cut off: the keys that it lacks would take defaults.
-
-        Errors: ConfigError.
-        """
-        text = read_regular(self.config).decode("utf-8", errors="replace")
-        if not re.search(rf"^{LAST_KEY}:.*\n", text, re.MULTILINE):
-            raise ConfigError(
-                f"{self.config}: it was cut off after {text.count(chr(10))} lines: the settings "
-                f"of a run end with `{LAST_KEY}`; restore the file"
-            )
 
     def evaluation_files(self) -> list[tuple[str, int, Path]]:
         """Returns label, step and path of each evaluation; files with other names are ignored."""

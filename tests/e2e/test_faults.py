@@ -510,7 +510,8 @@ def test_state_of_a_run_that_is_damaged_is_told_before_anything_changes(
     config = ludus.run() / "config.yaml"
     whole = config.read_text()
     config.write_text(whole[: len(whole) // 2])
-    for verb in (more, ("report", "tiny-1"), ("evaluate", "tiny-1")):
+    push = ("checkpoint", "push", "tiny-1", "me/x", "--license", "mit", "--dry-run")
+    for verb in (more, ("report", "tiny-1"), ("evaluate", "tiny-1"), push):
         ludus(*verb).refused(2, "config.yaml: it was cut off after", "restore the file")
     config.rename(ludus.cwd / "config.yaml")
     ludus(*more).refused(2, "run tiny-1: runs/tiny-1/config.yaml is missing: restore it")

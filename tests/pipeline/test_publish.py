@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ludus.config.load import dump_config, load_config
 from ludus.pipeline.publish import model_card
 from ludus.store.folders import RunFolder
 from ludus.train.checkpoint.store import CheckpointInfo
@@ -36,7 +37,9 @@ def test_the_card_tells_the_training_of_this_checkpoint(
 ) -> None:
     folder = RunFolder(tmp_path / "tiny-1")
     folder.path.mkdir(exist_ok=True)
-    folder.config.write_text(CONFIG, encoding="utf-8")
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(CONFIG, encoding="utf-8")
+    folder.config.write_text(dump_config(load_config(recipe)), encoding="utf-8")
     info = CheckpointInfo(folder.path / f"{stage}-{step:06d}", stage, step, 1, None, pinned=False)
     card = model_card(folder, info, "me/tiny", "mit", "---\n---\n# tiny\n")
     training = card[card.index("## Training") : card.index("## Data")]

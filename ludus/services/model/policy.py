@@ -18,7 +18,6 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig
 
-from ludus.config.load import load_config
 from ludus.config.messages import option_faults
 from ludus.config.schema import ModelConfig
 from ludus.core.errors import CheckpointError, ConfigError
@@ -27,6 +26,7 @@ from ludus.models.chat.parsing import Thinking
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.store.folders import RunFolder
+from ludus.store.settings import run_config
 from ludus.train.checkpoint.policy import (
     find_checkpoint,
     find_run_checkpoint,
@@ -111,8 +111,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _of_run(folder: RunFolder, path: Path, overrides: ModelOverrides) -> Policy:
     tokenizer = run_tokenizer(folder)
-    folder.require_config()
-    config = load_config(folder.config)
+    config = run_config(folder)
     settings = _with_overrides(config.model, overrides)
     model, version = restore_policy(settings, tokenizer, config.seed, path)
     origin = f"{folder.id}/{path.name}"
