@@ -36,7 +36,7 @@ from ludus.coevolve.storage import read_rows, write_rows
 from ludus.config.coevolve import CoevolveConfig
 from ludus.core.types import Group, Trajectory
 from ludus.pipeline.build import Player
-from ludus.pipeline.progress import Observer
+from ludus.pipeline.monitoring.progress import Observer
 
 TARGET = 0.9
 ARCHITECTURE = {

@@ -22,7 +22,7 @@ from ludus.config.load import load_config
 from ludus.evaluate import compare
 from ludus.evaluate.results import Evaluation
 from ludus.pipeline.launch import train
-from ludus.pipeline.progress import Display
+from ludus.pipeline.monitoring.progress import Display
 from ludus.report.collect import read_evaluations
 from ludus.store import RunStore
 from ludus.store.folders import RunFolder

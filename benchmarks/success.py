@@ -40,9 +40,9 @@ from ludus.core.types import Group, Task
 from ludus.data.splits import read_splits
 from ludus.loop.loop import Stage, run_stage
 from ludus.pipeline.build import Run, build
-from ludus.pipeline.evaluate import evaluate
+from ludus.pipeline.evaluation.evaluate import evaluate
 from ludus.pipeline.launch import train
-from ludus.pipeline.progress import Display
+from ludus.pipeline.monitoring.progress import Display
 from ludus.rollout.source import SyncSource
 from ludus.store.folders import RunFolder
 from ludus.tasks.curriculum import TaskSampler

@@ -35,7 +35,7 @@ from sqlalchemy import Connection
 
 from ludus import __version__
 from ludus.core.types import Group, Message, Segment, Status, Task, ToolCall, Trajectory
-from ludus.pipeline.versions import processor
+from ludus.pipeline.parts.versions import processor
 from ludus.store import RunStore
 from ludus.store.recording import StepWriter
 

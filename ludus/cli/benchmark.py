@@ -95,14 +95,14 @@ def benchmark(
             "(`ludus benchmark --list` lists all)"
         )
     from ludus.evaluate.benchmarks import read_thresholds
-    from ludus.pipeline.benchmark import (
+    from ludus.pipeline.evaluation.benchmark import (
         Outputs,
         Request,
         benchmark_subjects,
         named_benchmarks,
         named_pairs,
     )
-    from ludus.pipeline.subjects import find_subject
+    from ludus.pipeline.evaluation.subjects import find_subject
 
     names = named_benchmarks(on)
     request = Request(

@@ -61,7 +61,7 @@ def checkpoint_export(
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Export a checkpoint as a Hugging Face folder that `from_pretrained` loads."""
-    from ludus.pipeline.evaluate import export_checkpoint
+    from ludus.pipeline.evaluation.evaluate import export_checkpoint
 
     export_checkpoint(run, runs_dir, checkpoint, path, merge=merge, overwrite=overwrite)
     typer.echo(str(path))
@@ -91,7 +91,7 @@ def checkpoint_push(
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Upload a checkpoint to a Hugging Face hub with a model card. Token: HF_TOKEN or the login."""
-    from ludus.pipeline.publish import push
+    from ludus.pipeline.evaluation.publish import push
 
     push(
         run,

@@ -81,7 +81,7 @@ def coevolve(
     config = load_as(CoevolveConfig, recipe, overrides)
     from ludus.coevolve.flow import Coevolution, Stopped, stages_of, storage_of
     from ludus.coevolve.test_mode import STAND_INS, tiny
-    from ludus.pipeline.progress import Display
+    from ludus.pipeline.monitoring.progress import Display
 
     if test_mode:
         config = tiny(config)

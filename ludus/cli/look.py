@@ -148,7 +148,7 @@ def config(
 ) -> None:
     """Print the reference of all keys and of the plug-ins' arguments."""
     from ludus.config.reference import config_reference, show_reference
-    from ludus.pipeline.registries import REGISTRIES
+    from ludus.pipeline.parts.registries import REGISTRIES
 
     if markdown:
         sys.stdout.write(config_reference(REGISTRIES))

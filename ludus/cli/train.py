@@ -73,8 +73,8 @@ def train(
     from ludus.config.load import dump_changes
     from ludus.pipeline import launch
     from ludus.pipeline.breakpoints import switched_on
-    from ludus.pipeline.companions import LaunchOptions, check_options
-    from ludus.pipeline.progress import Display
+    from ludus.pipeline.monitoring.progress import Display
+    from ludus.pipeline.parts.companions import LaunchOptions, check_options
 
     display, options = Display(), LaunchOptions(with_env_service, bool(break_at), view, quick_test)
     in_process = config is not None and config.backend.name == "debug"
@@ -157,7 +157,7 @@ def profile(
 ) -> None:
     """Profile a run's steps: time by part, and a flame graph by function."""
     from ludus.diagnostics import profiling
-    from ludus.pipeline.progress import Display
+    from ludus.pipeline.monitoring.progress import Display
 
     profiling.check_out(out)
     config = load(recipe, overrides)
@@ -180,8 +180,8 @@ def verify(
 ) -> None:
     """Check that sampler and learner compute the same bits; name the first different operation."""
     from ludus.diagnostics import profiling
-    from ludus.pipeline.progress import Display
-    from ludus.pipeline.registries import IGNORED_BY_VERIFY
+    from ludus.pipeline.monitoring.progress import Display
+    from ludus.pipeline.parts.registries import IGNORED_BY_VERIFY
 
     config = load(recipe, [*(overrides or []), "verify=true"])
     if config.rl is None:
@@ -390,7 +390,7 @@ def evaluate(
     """Evaluate a run, a Hugging Face folder or an endpoint's model on held-out tasks."""
     if (subject is None) == (endpoint is None) or (endpoint is None) != (model is None):
         raise ConfigError("name a run or a Hugging Face folder, or give --endpoint and --model")
-    from ludus.pipeline.subjects import evaluate_subjects, find_subject
+    from ludus.pipeline.evaluation.subjects import evaluate_subjects, find_subject
 
     text = f"{model}@{endpoint}" if subject is None else subject
     first = find_subject(f"{text}/{checkpoint}" if checkpoint else text, runs_dir)

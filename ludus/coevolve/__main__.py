@@ -17,7 +17,7 @@ from ludus.config.coevolve import CoevolveConfig
 from ludus.config.load import load_as
 from ludus.core.errors import LudusError
 from ludus.pipeline.launch import Stopped
-from ludus.pipeline.progress import Display
+from ludus.pipeline.monitoring.progress import Display
 
 _PR_SET_PDEATHSIG = 1
 

@@ -19,8 +19,8 @@ from ludus.core.types import NO_ENV, Group, Message, Task
 from ludus.evaluate.results import Evaluation
 from ludus.judges.proposals.votes import mean_tool_calls
 from ludus.pipeline.build import Player
-from ludus.pipeline.evaluate import play_heldout
-from ludus.pipeline.progress import Observer
+from ludus.pipeline.evaluation.evaluate import play_heldout
+from ludus.pipeline.monitoring.progress import Observer
 from ludus.tasks.readers import TaskList
 
 

@@ -33,8 +33,8 @@ from ludus.core.errors import ConfigError, did_you_mean
 from ludus.core.files import atomic_write
 from ludus.core.signals import exit_code
 from ludus.pipeline import launch
-from ludus.pipeline.evaluate import export_checkpoint
-from ludus.pipeline.progress import Observer
+from ludus.pipeline.evaluation.evaluate import export_checkpoint
+from ludus.pipeline.monitoring.progress import Observer
 from ludus.store.folders import RunFolder, disk_faults
 from ludus.store.settings import run_config
 

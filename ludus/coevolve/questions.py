@@ -30,7 +30,7 @@ from ludus.judges.proposals.parse import Proposal, visible
 from ludus.judges.proposals.select import Problem, explain_empty, select
 from ludus.judges.proposals.votes import Vote, mean_tool_calls
 from ludus.pipeline.build import Player
-from ludus.pipeline.progress import Observer
+from ludus.pipeline.monitoring.progress import Observer
 from ludus.tasks.readers import read_tasks
 
 HELD_OUT = "the question is one of the held-out tasks"

@@ -29,19 +29,19 @@ from ludus.models.chat.by_task import TaskRenderers
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.models.decoders import native
 from ludus.models.samplers.base import Sampler
-from ludus.pipeline.budget import Timings
-from ludus.pipeline.policies import open_policies
-from ludus.pipeline.policy_checks import check_tokenizers
-from ludus.pipeline.progress import Observer
-from ludus.pipeline.registries import check_judges
-from ludus.pipeline.rollout_processes import start_processes
-from ludus.pipeline.tokenizer import (
+from ludus.pipeline.monitoring.budget import Timings
+from ludus.pipeline.monitoring.progress import Observer
+from ludus.pipeline.parts.policies import open_policies
+from ludus.pipeline.parts.policy_checks import check_tokenizers
+from ludus.pipeline.parts.registries import check_judges
+from ludus.pipeline.parts.tokenizer import (
     check_functions,
     formats_of,
     functions_of,
     make_renderers,
     make_tokenizer,
 )
+from ludus.pipeline.rollout_processes import start_processes
 from ludus.rollout.agent_session import Gateway
 from ludus.rollout.collect import Collector, Finish
 from ludus.rollout.host import LocalEnvs

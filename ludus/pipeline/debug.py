@@ -27,9 +27,9 @@ from ludus.data.expert import CodeBlocks, Demonstration, run_expert
 from ludus.data.splits import read_splits
 from ludus.envs.base import NoExpert
 from ludus.pipeline.build import build
-from ludus.pipeline.registries import check, check_judges
+from ludus.pipeline.parts.registries import check, check_judges
+from ludus.pipeline.parts.tokenizer import check_functions, make_renderers, make_tokenizer
 from ludus.pipeline.stages import sft_algorithm
-from ludus.pipeline.tokenizer import check_functions, make_renderers, make_tokenizer
 from ludus.rollout.collect import Collector
 from ludus.rollout.host import LocalEnvs
 from ludus.rollout.replay import ReplaySource

@@ -42,9 +42,9 @@ from ludus.models.chat.template import load_template
 from ludus.models.progress_bars import no_progress_bars
 from ludus.models.vocabulary import fingerprint
 from ludus.pipeline.build import Run
-from ludus.pipeline.companions import LaunchOptions
-from ludus.pipeline.evaluate import summarised
-from ludus.pipeline.host_process import HostProcess, running
+from ludus.pipeline.evaluation.evaluate import summarised
+from ludus.pipeline.parts.companions import LaunchOptions
+from ludus.pipeline.parts.host_process import HostProcess, running
 from ludus.pipeline.training import BudgetSpent, Trainer
 from ludus.rollout.source import require_fresh
 from ludus.tasks.mixture import task_sampler

@@ -14,7 +14,7 @@ from ludus.data.splits import Splits
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.models.samplers.base import Sampler
 from ludus.pipeline.build import make_collector, make_limits
-from ludus.pipeline.tokenizer import make_renderers
+from ludus.pipeline.parts.tokenizer import make_renderers
 from ludus.rollout.collect import Collector
 from ludus.store.folders import RunFolder
 from ludus.store.settings import run_config

@@ -22,20 +22,20 @@ from ludus.data.splits import Splits, read_splits
 from ludus.evaluate.results import read_evaluation
 from ludus.models.decoders import native
 from ludus.pipeline.breakpoints import patient
-from ludus.pipeline.budget import Budget, Timings
 from ludus.pipeline.build import Run, build_training
 from ludus.pipeline.changes import losses, refuse_changes, refuse_lost_checkpoints, require_files
-from ludus.pipeline.companions import PLAIN, LaunchOptions, check_options, companions
 from ludus.pipeline.hosted import check_host, trainer_of
-from ludus.pipeline.live import LiveRecord
-from ludus.pipeline.notify import notifying, resolved_urls
-from ludus.pipeline.policy_checks import check_policies
+from ludus.pipeline.monitoring.budget import Budget, Timings
+from ludus.pipeline.monitoring.live import LiveRecord
+from ludus.pipeline.monitoring.notify import notifying, resolved_urls
+from ludus.pipeline.monitoring.progress import Display, Observer
+from ludus.pipeline.parts.companions import PLAIN, LaunchOptions, check_options, companions
+from ludus.pipeline.parts.policy_checks import check_policies
+from ludus.pipeline.parts.registries import check
+from ludus.pipeline.parts.versions import code_changes, versions, write_code
 from ludus.pipeline.preflight.parts import check_parts
 from ludus.pipeline.preflight.preflight import preflight
-from ludus.pipeline.progress import Display, Observer
-from ludus.pipeline.registries import check
 from ludus.pipeline.training import BudgetSpent, Trainer
-from ludus.pipeline.versions import code_changes, versions, write_code
 from ludus.report.collect import report
 from ludus.store import RunExists, RunStore
 from ludus.store.folders import (

@@ -34,7 +34,7 @@ class Player:
         from ludus.models.chat.tokenizers import load_tokenizer
         from ludus.models.shared_weights import SharedWeights
         from ludus.pipeline.build import make_collector
-        from ludus.pipeline.tokenizer import make_renderers
+        from ludus.pipeline.parts.tokenizer import make_renderers
         from ludus.store.folders import RunFolder
         from ludus.tools.limits.limiter import Limits
         from ludus.train.checkpoint.policy import build_policy

@@ -20,7 +20,7 @@ from ludus.data.conversations import Conversation
 from ludus.evaluate import Evaluation
 from ludus.evaluate.results import read_evaluation
 from ludus.pipeline.build import Run
-from ludus.pipeline.evaluate import play_heldout
+from ludus.pipeline.evaluation.evaluate import play_heldout
 
 LEAST = 0.1
 """Success below which SFT goes on although success does not rise: RL would find too little."""

@@ -21,19 +21,19 @@ from ludus.core.types import Group, by_role
 from ludus.evaluate import Evaluation
 from ludus.loop.loop import Stage, run_stage
 from ludus.pipeline import sft_end
-from ludus.pipeline.budget import Budget, Timings
 from ludus.pipeline.build import Run
-from ludus.pipeline.diagnosis import (
+from ludus.pipeline.evaluation.evaluate import evaluate
+from ludus.pipeline.monitoring.budget import Budget, Timings
+from ludus.pipeline.monitoring.diagnosis import (
     Doctor,
     gain_metrics,
     sft_metrics,
     unknown_id,
     unknown_metrics,
 )
-from ludus.pipeline.evaluate import evaluate
-from ludus.pipeline.progress import Observer, evaluation_line, stop_line
+from ludus.pipeline.monitoring.progress import Observer, evaluation_line, stop_line
+from ludus.pipeline.monitoring.watchdog import IdleWatchdog
 from ludus.pipeline.stages import rl_stage, sft_stage
-from ludus.pipeline.watchdog import IdleWatchdog
 from ludus.store import RunStore
 from ludus.store.folders import resume_command
 from ludus.telemetry.metrics import MetricsLog

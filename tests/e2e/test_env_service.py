@@ -73,7 +73,7 @@ def test_what_cannot_be_served_is_refused(ludus: Ludus) -> None:
 
 
 def test_a_service_that_does_not_start_fails_the_run(ludus: Ludus) -> None:
-    fails = "import ludus.pipeline.companions as c\n"
+    fails = "import ludus.pipeline.parts.companions as c\n"
     fails += "c.EnvService.command = lambda *_: ['sh', '-c', 'echo no room; exit 3']"
     ludus(*SERVED, setup=fails).refused(
         1, "ludus serve env babyai ended with exit code 3: no room", "env-service.log"

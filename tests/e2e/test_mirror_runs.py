@@ -14,7 +14,7 @@ from ludus.store.mirror import Remote
 
 # The deaths of the process; True: the machine's disk is lost with it.
 DEATHS = [
-    ("ludus.pipeline.progress:Display.tick", 5, "kill", True),
+    ("ludus.pipeline.monitoring.progress:Display.tick", 5, "kill", True),
     ("ludus.train.learner:Learner.train_step", 3, "kill", False),
     ("ludus.store.mirror.remote:Remote.put", 4, "kill", True),
     ("ludus.train.learner:Learner.train_step", 10, "kill", True),

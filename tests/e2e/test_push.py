@@ -80,7 +80,7 @@ def test_what_the_hub_refuses(reference: Ludus) -> None:
 
 def test_a_hub_that_never_answers_is_given_up(reference: Ludus) -> None:
     """The hub's own client waits without a limit."""
-    hurried = ONLINE + "import ludus.pipeline.publish as publish\npublish.ANSWER_S = 0.5\n"
+    hurried = ONLINE + "from ludus.pipeline.evaluation import publish\npublish.ANSWER_S = 0.5\n"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         done = push(reference, url, "tiny-1", "me/x", "--license", "mit", setup=hurried)

@@ -20,7 +20,7 @@ KILLS = {
     "migrating the store": ("sqlalchemy.engine.default:DefaultDialect.do_execute", 12, "kill"),
     "naming the run": ("ludus.pipeline.launch:create_run", 1, "kill after"),
     "entering it in the store": ("ludus.store.store:RunStore.create_run", 1, "kill"),
-    "demonstrations": ("ludus.pipeline.progress:Display.tick", 5, "kill"),
+    "demonstrations": ("ludus.pipeline.monitoring.progress:Display.tick", 5, "kill"),
     "the tokenizer, beside its place": ("ludus.core.files:_flush_folder", 1, "kill"),
     "the tokenizer, in place": ("ludus.core.files:_replace_folder", 1, "kill after"),
     "the first SFT step": ("ludus.train.learner:Learner.train_step", 3, "kill"),

@@ -91,7 +91,7 @@ KILLS = {
     "a step of one policy": ("ludus.train.learner:Learner.train_step", 3),
     "one of two checkpoints": ("ludus.backends.local:LocalBackend.save", 2),
     "letting go of a checkpoint": ("ludus.train.checkpoint.store:CheckpointStore.keep_only", 1),
-    "a version that joins": ("ludus.pipeline.policies:League._save", 1),
+    "a version that joins": ("ludus.pipeline.parts.policies:League._save", 1),
 }
 
 

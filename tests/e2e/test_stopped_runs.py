@@ -36,7 +36,7 @@ def one_sentence(done: Done, number: int) -> str:
 def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(ludus: Ludus, reference: Ludus) -> None:
     """In demonstrations, SFT, an evaluation, a rollout, twice in a step, in the last evaluation."""
     for place, nth, how, said in (
-        ("ludus.pipeline.progress:Display.tick", 5, "terminate", ""),
+        ("ludus.pipeline.monitoring.progress:Display.tick", 5, "terminate", ""),
         ("ludus.pipeline.build:make_tokenizer", 1, "terminate", ""),
         (TRAIN_STEP, 3, "terminate", "finishing this step"),
         (TRAIN_STEP, 3, "terminate twice", "finishing this step"),

@@ -20,11 +20,11 @@ from ludus.data.conversations import functions_brought, read_conversations, repl
 from ludus.data.expert import Demonstration, run_expert
 from ludus.data.splits import read_splits
 from ludus.envs import ENVS as ENVIRONMENTS
-from ludus.pipeline.budget import Timings
 from ludus.pipeline.build import build, build_training, make_collector
-from ludus.pipeline.progress import Display
-from ludus.pipeline.registries import check, plugin_files
-from ludus.pipeline.tokenizer import (
+from ludus.pipeline.monitoring.budget import Timings
+from ludus.pipeline.monitoring.progress import Display
+from ludus.pipeline.parts.registries import check, plugin_files
+from ludus.pipeline.parts.tokenizer import (
     check_functions,
     environment_messages,
     functions_of,

@@ -19,7 +19,7 @@ from ludus.config.load import dump_config, load_config
 from ludus.core.errors import ConfigError
 from ludus.pipeline.debug import debug, row_lines
 from ludus.pipeline.launch import resume, train
-from ludus.pipeline.progress import Display
+from ludus.pipeline.monitoring.progress import Display
 
 ROOT = Path(ludus.__file__).parents[1]
 ENVS = f"{ROOT}/tests/support/debugged_envs.py"

@@ -20,7 +20,7 @@ from ludus.data.splits import read_splits
 from ludus.models.decoders import native
 from ludus.pipeline import rollout_processes
 from ludus.pipeline.build import Run, build
-from ludus.pipeline.tokenizer import make_tokenizer
+from ludus.pipeline.parts.tokenizer import make_tokenizer
 from ludus.rollout import processes as rollout
 from ludus.store.folders import RunFolder
 

@@ -41,6 +41,8 @@ FLOORS = (
     "services.model",
     "services",
     "loop",
+    "pipeline.monitoring",
+    "pipeline.parts",
     "pipeline",
     "diagnostics",
     "coevolve",

@@ -22,7 +22,8 @@ import traceback
 from typing import Any, NoReturn
 
 PRELOADED = (
-    "ludus.cli", "ludus.pipeline.launch", "ludus.pipeline.evaluate", "ludus.diagnostics.doctor",
+    "ludus.cli", "ludus.pipeline.launch", "ludus.pipeline.evaluation.evaluate",
+    "ludus.diagnostics.doctor",
     "ludus.pipeline.debug", "ludus.store.show", "ludus.store.export", "ludus.coevolve.flow",
     "ludus.envs.babyai.env", "ludus.envs.babyai.expert",
     "ludus.envs.textcraft.env", "ludus.envs.checks.check", "ludus.config.reference",

@@ -14,7 +14,7 @@ from ludus.coevolve.storage import Storage
 from ludus.core.errors import DataError, LudusError
 from ludus.core.files import atomic_write
 from ludus.evaluate import compare
-from ludus.pipeline.progress import Observer
+from ludus.pipeline.monitoring.progress import Observer
 from ludus.report.charts import show
 from ludus.report.templates import assets
 from ludus.telemetry.logs import get_logger

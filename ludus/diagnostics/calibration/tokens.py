@@ -17,7 +17,7 @@ from ludus.diagnostics.calibration.choices import (
     Lengths,
 )
 from ludus.models.chat.tokenizers import UNK
-from ludus.pipeline.tokenizer import make_renderers, make_tokenizer
+from ludus.pipeline.parts.tokenizer import make_renderers, make_tokenizer
 
 Number = TypeVar("Number", int, float)
 

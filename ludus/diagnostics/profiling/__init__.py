@@ -14,7 +14,7 @@ from ludus.core.errors import ConfigError
 from ludus.core.types import Trajectory
 from ludus.diagnostics.profiling.flames import flame_page, folded, speedscope
 from ludus.diagnostics.profiling.sampling import Stacks, StackSampler, start_sampling
-from ludus.pipeline.progress import Observer
+from ludus.pipeline.monitoring.progress import Observer
 from ludus.telemetry.occupancy import PARTS
 
 NUM_DEMONSTRATIONS = 64

@@ -13,8 +13,8 @@ from ludus.models import SAMPLERS, TOKENIZERS
 from ludus.models.build import check_model
 from ludus.models.chat.template import load_template
 from ludus.models.chat.tokenizers import load_tokenizer
-from ludus.pipeline.policy_checks import check_tokenizers, require_tokenizer
-from ludus.pipeline.tokenizer import make_renderers
+from ludus.pipeline.parts.policy_checks import check_tokenizers, require_tokenizer
+from ludus.pipeline.parts.tokenizer import make_renderers
 from ludus.store.folders import RunFolder
 
 

@@ -30,7 +30,9 @@ from ludus.data.conversations import (
 from ludus.data.splits import Splits
 from ludus.models.chat.by_task import TaskRenderers
 from ludus.pipeline.build import make_limits
-from ludus.pipeline.companions import LaunchOptions
+from ludus.pipeline.parts.companions import LaunchOptions
+from ludus.pipeline.parts.registries import check_judges
+from ludus.pipeline.parts.tokenizer import check_functions, make_renderers, make_tokenizer
 from ludus.pipeline.preflight.again import judge_again
 from ludus.pipeline.preflight.episodes import Played, Sample, play_sample, spread
 from ludus.pipeline.preflight.judges import try_judges
@@ -45,8 +47,6 @@ from ludus.pipeline.preflight.limits import (
 from ludus.pipeline.preflight.losses import try_loss
 from ludus.pipeline.preflight.parts import check_parts
 from ludus.pipeline.preflight.rewards import judge_expert, judge_rewards, slow_steps
-from ludus.pipeline.registries import check_judges
-from ludus.pipeline.tokenizer import check_functions, make_renderers, make_tokenizer
 
 NUM_CONVERSATIONS = 64
 """Conversations of `sft.data` that are rendered."""

@@ -21,7 +21,7 @@ from ludus.coevolve.report.problems import KEPT, Answer, Problem, read_problems
 from ludus.coevolve.report.show import render
 from ludus.coevolve.storage import Storage, read_rows, write_rows
 from ludus.core.errors import ConfigError, DataError, LudusError
-from ludus.pipeline.progress import Display
+from ludus.pipeline.monitoring.progress import Display
 
 
 @pytest.fixture(scope="module")

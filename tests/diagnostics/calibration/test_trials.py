@@ -19,7 +19,7 @@ from ludus.diagnostics.calibration.subject import Subject
 from ludus.diagnostics.calibration.tokens import trained
 from ludus.diagnostics.calibration.trials import Trial, growth, try_out, unseen_loss
 from ludus.pipeline.build import Run
-from ludus.pipeline.tokenizer import make_renderers
+from ludus.pipeline.parts.tokenizer import make_renderers
 from ludus.train.learner import OutOfMemory
 
 

@@ -23,7 +23,7 @@ from ludus.diagnostics import profiling
 from ludus.diagnostics.profiling import sampling
 from ludus.diagnostics.profiling.flames import flame_page, folded, speedscope, tree
 from ludus.diagnostics.profiling.sampling import PySpy, StackSampler, ThreadSampler
-from ludus.pipeline import registries
+from ludus.pipeline.parts import registries
 from ludus.telemetry.occupancy import PARTS
 
 EVIL = "</script><script>window.hacked = 1</script>"

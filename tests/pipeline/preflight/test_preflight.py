@@ -15,7 +15,7 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import CheckpointError, ConfigError, DataError, LudusError
 from ludus.core.types import Trajectory
 from ludus.pipeline import launch
-from ludus.pipeline.companions import LaunchOptions
+from ludus.pipeline.parts.companions import LaunchOptions
 from ludus.pipeline.preflight import episodes, judges
 from ludus.pipeline.preflight.preflight import preflight
 

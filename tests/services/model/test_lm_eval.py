@@ -18,8 +18,8 @@ from model_world import served, taught
 from ludus.core.errors import ConfigError
 from ludus.core.types import Message
 from ludus.evaluate.benchmarks import BenchmarkResult
-from ludus.pipeline.benchmark import Request, benchmark_subjects
-from ludus.pipeline.subjects import EndpointSubject, FolderSubject
+from ludus.pipeline.evaluation.benchmark import Request, benchmark_subjects
+from ludus.pipeline.evaluation.subjects import EndpointSubject, FolderSubject
 from ludus.tasks.benchmarks.reader import benchmark_tasks
 
 MORE = [

@@ -28,7 +28,7 @@ from ludus.config.load import dump_config
 from ludus.config.schema import RunConfig
 from ludus.core.errors import CheckpointError
 from ludus.core.types import Spec
-from ludus.pipeline.evaluate import export_checkpoint
+from ludus.pipeline.evaluation.evaluate import export_checkpoint
 from ludus.train import ALGORITHMS
 from ludus.train.checkpoint.listing import check
 from ludus.train.checkpoint.manifest import file_sha256, manifest_sha256

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from ludus.config.schema import BudgetConfig
 from ludus.core.errors import DataError
-from ludus.pipeline.budget import Budget, Spent
+from ludus.pipeline.monitoring.budget import Budget, Spent
 
 
 class Clock:

@@ -17,7 +17,7 @@ from ludus.config import yaml12
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, StoreError, described
 from ludus.evaluate.results import Evaluation
-from ludus.pipeline.evaluate import export_checkpoint
+from ludus.pipeline.evaluation.evaluate import export_checkpoint
 from ludus.report.collect import read_evaluations
 from ludus.store import RunStore
 from ludus.store.folders import RunFolder, find_run

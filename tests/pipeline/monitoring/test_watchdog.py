@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ludus.core.types import Group, Status, Task, Trajectory
-from ludus.pipeline.watchdog import IdleWatchdog
+from ludus.pipeline.monitoring.watchdog import IdleWatchdog
 
 
 def group(*ends: tuple[Status, str | None]) -> Group:

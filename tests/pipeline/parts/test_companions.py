@@ -11,8 +11,8 @@ import pytest
 
 from ludus.core.errors import ConfigError, LudusError, MissingDependency
 from ludus.core.types import Spec, Task
-from ludus.pipeline import companions
-from ludus.pipeline.companions import (
+from ludus.pipeline.parts import companions
+from ludus.pipeline.parts.companions import (
     PLAIN,
     Companion,
     Companions,

@@ -33,9 +33,9 @@ from ludus.evaluate.results import Evaluation
 from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.models.samplers.base import SamplingParams
 from ludus.pipeline.build import build, make_collector, make_limits
-from ludus.pipeline.evaluate import play_heldout
-from ludus.pipeline.registries import check_judges, equal_samples
-from ludus.pipeline.tokenizer import check_functions
+from ludus.pipeline.evaluation.evaluate import play_heldout
+from ludus.pipeline.parts.registries import check_judges, equal_samples
+from ludus.pipeline.parts.tokenizer import check_functions
 from ludus.rollout.collect import Collector
 from ludus.store.folders import RunFolder
 from ludus.store.settings import run_config

@@ -13,7 +13,7 @@ from ludus.config.load import load_config
 from ludus.core.types import Group, Segment, Status, Task, Trajectory
 from ludus.evaluate import Evaluation, summarise
 from ludus.loop.metrics import group_metrics
-from ludus.pipeline.diagnosis import (
+from ludus.pipeline.monitoring.diagnosis import (
     Doctor,
     gain_metrics,
     sft_metrics,

@@ -10,7 +10,7 @@ from chat_server import ChatServer, call, num_turns, text
 from ludus.config.load import load_config
 from ludus.core.errors import ConfigError
 from ludus.evaluate.episodes import EpisodeFile
-from ludus.pipeline.subjects import EndpointSubject, evaluate_subjects
+from ludus.pipeline.evaluation.subjects import EndpointSubject, evaluate_subjects
 
 
 def test_an_endpoints_model_calls_the_tools(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ludus.evaluate import summarise
 from ludus.evaluate.results import Evaluation
 from ludus.models.chat.template import load_template
 from ludus.pipeline.build import Run
-from ludus.pipeline.tokenizer import make_renderer
+from ludus.pipeline.parts.tokenizer import make_renderer
 from ludus.rollout.collect import Collector
 from ludus.rollout.host import LocalEnvs
 from ludus.store.folders import find_run

@@ -10,8 +10,8 @@ import pytest
 from message_receiver import inbox
 
 from ludus.core.errors import ConfigError, MissingDependency
-from ludus.pipeline import notify
-from ludus.pipeline.notify import check_urls, notifying, resolved_urls
+from ludus.pipeline.monitoring import notify
+from ludus.pipeline.monitoring.notify import check_urls, notifying, resolved_urls
 from ludus.store import RunStore
 from ludus.store.folders import RunFolder
 from ludus.telemetry import notifier

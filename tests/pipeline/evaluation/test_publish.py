@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ludus.config.load import dump_config, load_config
-from ludus.pipeline.publish import model_card
+from ludus.pipeline.evaluation.publish import model_card
 from ludus.store.folders import RunFolder
 from ludus.train.checkpoint.store import CheckpointInfo
 

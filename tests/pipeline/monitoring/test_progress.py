@@ -12,8 +12,14 @@ from rich.console import Console
 
 from ludus.core.types import Group, Task, Trajectory
 from ludus.evaluate import summarise
-from ludus.pipeline import progress
-from ludus.pipeline.progress import Display, evaluation_line, stop_line, summary, time_split
+from ludus.pipeline.monitoring import progress
+from ludus.pipeline.monitoring.progress import (
+    Display,
+    evaluation_line,
+    stop_line,
+    summary,
+    time_split,
+)
 
 METRICS = {
     "rollout/success": 0.456,

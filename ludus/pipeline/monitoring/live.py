@@ -21,7 +21,7 @@ from typing import Any
 
 from ludus.core.files import atomic_write
 from ludus.core.types import Trajectory
-from ludus.pipeline.progress import Observer
+from ludus.pipeline.monitoring.progress import Observer
 from ludus.telemetry.episodes import EPISODES, Snapshot
 from ludus.telemetry.occupancy import OCCUPANCY, PARTS
 

@@ -13,7 +13,7 @@ from ludus import __version__
 from ludus.config.schema import RunConfig
 from ludus.core.code import code_hash
 from ludus.core.files import atomic_write
-from ludus.pipeline.registries import plugin_files
+from ludus.pipeline.parts.registries import plugin_files
 from ludus.store.folders import RunFolder, read_facts
 
 PACKAGES = ("torch", "transformers", "tokenizers", "peft", "numpy", "minigrid", "sqlalchemy")

@@ -25,7 +25,7 @@ from ludus.judges import JUDGES
 from ludus.judges.base import check_all
 from ludus.loop.metrics import BY_PART
 from ludus.models import ARCHITECTURES, SAMPLERS, TOKENIZERS
-from ludus.pipeline.notify import check_urls
+from ludus.pipeline.monitoring.notify import check_urls
 from ludus.rollout.agent_tools import check_agent_tools
 from ludus.rollout.workflow import AGENTS, Agent
 from ludus.store.mirror.remote import Remote

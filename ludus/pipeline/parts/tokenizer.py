@@ -23,7 +23,7 @@ from ludus.models import TOKENIZERS
 from ludus.models.chat.by_task import TaskRenderers
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import load_tokenizer, train_tokenizer
-from ludus.pipeline.registries import parts_of
+from ludus.pipeline.parts.registries import parts_of
 from ludus.rollout.host import HostedEnv, LocalEnvs
 from ludus.rollout.threads import EnvThread
 from ludus.rollout.tool_use import joined_functions, read_functions, unknown_function

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ludus.core.types import Segment, Trajectory
-from ludus.pipeline import live as module
-from ludus.pipeline.live import LiveRecord
+from ludus.pipeline.monitoring import live as module
+from ludus.pipeline.monitoring.live import LiveRecord
 from ludus.telemetry.episodes import Episodes
 from ludus.telemetry.occupancy import busy
 

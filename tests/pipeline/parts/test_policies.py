@@ -14,7 +14,7 @@ from ludus.config.policies import PastConfig
 from ludus.config.schema import LoraConfig, ModelConfig
 from ludus.core.types import Spec
 from ludus.models.chat.tokenizers import train_tokenizer
-from ludus.pipeline.policies import League
+from ludus.pipeline.parts.policies import League
 from ludus.train.checkpoint.policy import build_policy
 
 

@@ -35,9 +35,7 @@ from ludus.evaluate.benchmarks import (
 )
 from ludus.evaluate.episodes import EpisodeFile
 from ludus.judges import JUDGES
-from ludus.pipeline.progress import BenchmarkBar
-from ludus.pipeline.registries import equal_samples
-from ludus.pipeline.subjects import (
+from ludus.pipeline.evaluation.subjects import (
     EndpointSubject,
     FolderSubject,
     Play,
@@ -46,6 +44,8 @@ from ludus.pipeline.subjects import (
     derived,
     play_subject,
 )
+from ludus.pipeline.monitoring.progress import BenchmarkBar
+from ludus.pipeline.parts.registries import equal_samples
 from ludus.report.iterations import draw_iterations
 from ludus.store.settings import run_config
 from ludus.tasks.benchmarks import BENCHMARKS

@@ -33,7 +33,7 @@ from ludus.core.seeds import derive_seed
 from ludus.core.types import Spec
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Sampler
-from ludus.pipeline.policy_checks import (
+from ludus.pipeline.parts.policy_checks import (
     START,
     check_trained,
     checked_key,

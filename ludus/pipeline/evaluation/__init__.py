@@ -1,0 +1,1 @@
+"""Evaluation of checkpoints, endpoints and benchmarks, and what is published of a checkpoint."""

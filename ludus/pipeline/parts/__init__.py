@@ -1,0 +1,1 @@
+"""The parts that a run is built from, by name: registries, tokenizer, policies, programs."""
