@@ -170,6 +170,8 @@ def _sqlite(url: URL, read_only: bool, timeout_s: float) -> Engine:
     path = Path(url.database or "").expanduser().absolute()
     if path.is_dir():
         raise ConfigError(f"store: {path} is a folder: name a file in it, sqlite:///FOLDER/FILE.db")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"store: {path} is a pipe or a device: move it away, or name a file")
     if read_only and not path.exists():
         raise StoreError(f"there is no run store at {path}: a training run creates a store")
     if not read_only:

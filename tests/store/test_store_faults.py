@@ -153,6 +153,12 @@ def test_a_folder_that_cannot_be(path: Path) -> None:
         RunStore.open(f"sqlite:///{path.parent}")
 
 
+def test_a_pipe_is_no_file(path: Path) -> None:
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="is a pipe or a device: move it away"):
+        RunStore.open(f"sqlite:///{path}")
+
+
 def test_damaged_pages(path: Path) -> None:
     with RunStore.open(f"sqlite:///{path}") as store:
         store.create_run("run-1", "demo", {}, {})

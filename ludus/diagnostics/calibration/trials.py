@@ -51,6 +51,9 @@ TEMPERATURES = (1.0, 1.2)
 NUM_GROUPS = 32
 """Groups that are played at each temperature."""
 
+MEASURED_TURNS = 16_000
+"""Turns of one measurement of success above which fewer tasks are played."""
+
 KEPT_S = 0.3e-3
 """Seconds per episode that a run takes to keep a step and that the trial's steps do not: measured
 with short episodes, where it is a fifth of a step (docs/log.md)."""
@@ -60,6 +63,9 @@ GROUPS_S = 5.0
 
 FEW_GROUPS = 4
 """The same in a slow environment."""
+
+LONG_S = 20.0
+"""Seconds of 8 groups above which FEW_GROUPS are played."""
 
 
 @dataclass
@@ -229,21 +235,30 @@ async def _sft(
     say: Callable[[str], None],
 ) -> None:
     """Continue SFT from `step` until its measured end, or the time is over."""
-    settings = (run_.config.sft and run_.config.sft.until) or SFTUntilConfig()
-    metrics = _Metrics()
+    of_recipe = (run_.config.sft and run_.config.sft.until) or SFTUntilConfig()
+    settings, metrics = _measurable(of_recipe, run_.config), _Metrics()
     while True:
         started = time.perf_counter()
         _, result = await sft_end.measure(run_, settings, step)
-        trial.eval_s = time.perf_counter() - started
+        measured_s = time.perf_counter() - started
+        trial.eval_s = measured_s * of_recipe.num_tasks / settings.num_tasks
         trial.curve.append((step, result.success.value))
         say(f"after {step} steps of SFT {result.success.value:.0%} of sampled episodes succeed")
         ended = sft_end.reason_to_end(settings, [value for _, value in trial.curve])
         if ended or step >= stage.steps or time.perf_counter() > until:
             return
-        as_long = math.ceil(trial.eval_s / trial.sft_step_s) if trial.sft_step_s else 0
+        as_long = math.ceil(measured_s / trial.sft_step_s) if trial.sft_step_s else 0
         more = max(settings.every, 10 * (step // 30), as_long)  # fewer measurements as it goes on
         await _steps(run_, stage, metrics, step, step + more)
         step += more
+
+
+def _measurable(until: SFTUntilConfig, config: RunConfig) -> SFTUntilConfig:
+    """The same measurement with so few tasks that the trial can wait for it; at least 8."""
+    turns = config.rollout.max_turns
+    longest = until.samples_per_task * (turns if isinstance(turns, int) else 1)
+    number = min(until.num_tasks, max(MEASURED_TURNS // longest, 8))
+    return until.model_copy(update={"num_tasks": number})
 
 
 async def _rl(
@@ -271,6 +286,8 @@ async def _rl(
             f"at temperature {temperature:g} {trial.success[temperature]:.0%} succeed, and "
             f"{trial.signal[temperature]:.0%} of the groups have different rewards"
         )
+        if time.perf_counter() > until:
+            break  # the time of all trials is over
     number = rl.groups_per_step if slow else _affordable(trial, run_.config, rl.groups_per_step)
     smaller = rl.model_copy(update={"groups_per_step": number})
     timed = replace(run_, config=run_.config.model_copy(update={"rl": smaller}))
@@ -284,11 +301,12 @@ async def _rl(
 
 
 def _affordable(trial: Trial, config: RunConfig, most: int) -> int:
-    """Groups that are played in about GROUPS_S by the measurement of SFT's end; at least 8."""
+    """Groups that are played in about GROUPS_S by the measurement of SFT's end; at least 8, or half
+    of them where 8 take LONG_S."""
     assert config.rl is not None
     until = (config.sft and config.sft.until) or SFTUntilConfig()
     each_s = trial.eval_s / (until.num_tasks * until.samples_per_task)
-    number = most
-    while number > 8 and number * config.rl.group_size * each_s > GROUPS_S:
+    group_s, number = config.rl.group_size * each_s, most
+    while number > 8 and number * group_s > GROUPS_S:
         number //= 2
-    return number
+    return min(number, FEW_GROUPS) if number * group_s > LONG_S else number
