@@ -33,8 +33,8 @@ from ludus.core.types import Message, Spec, ToolCall, ToolSpec, Trajectory
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.models.samplers.base import Completion, SamplingParams
-from ludus.rollout.agent_session import AgentRenderers, AgentSession
-from ludus.rollout.threads import EnvThread
+from ludus.rollout.hosts.threads import EnvThread
+from ludus.rollout.sessions.agent_session import AgentRenderers, AgentSession
 from ludus.rollout.workflow import Model
 from ludus.services.gateway.gateway import HttpGateway
 

@@ -76,7 +76,7 @@ def install() -> None:
 
 def count_threads() -> None:
     """Have the loop wait for environments that compute in threads of their own."""
-    from ludus.rollout.threads import WorkerThread
+    from ludus.rollout.hosts.threads import WorkerThread
 
     run = WorkerThread.run
 

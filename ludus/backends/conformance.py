@@ -35,9 +35,9 @@ from ludus.judges.base import close_all
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.models.samplers.base import Completion, SamplingParams
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
+from ludus.rollout.hosts.threads import EnvThread
 from ludus.rollout.source import require_fresh
-from ludus.rollout.threads import EnvThread
 from ludus.train import ALGORITHMS
 from ludus.train.checkpoint.policy import build_policy
 from ludus.train.minibatches import TrainSettings

@@ -17,7 +17,7 @@ from ludus.judges.base import Judge
 from ludus.models import SAMPLERS
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import PolicySampler
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
 from ludus.telemetry.occupancy import busy
 from ludus.train.algorithms.base import Algorithm
 from ludus.train.checkpoint.store import CheckpointStore

@@ -19,7 +19,7 @@ from ludus.core.errors import LudusError
 from ludus.core.types import Group, Sample, Spec
 from ludus.judges.base import Judge
 from ludus.models.samplers.base import PolicySampler
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
 from ludus.train.algorithms.base import Algorithm
 from ludus.train.checkpoint.listing import CheckpointInfo
 from ludus.train.checkpoint.store import CheckpointStore

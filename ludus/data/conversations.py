@@ -14,7 +14,7 @@ from ludus.core.types import Message, Task, ToolSpec, Trajectory
 from ludus.data.expert import Demonstration
 from ludus.models.chat.by_task import TaskRenderers
 from ludus.rollout.replay import replay
-from ludus.rollout.session import with_system_prompt
+from ludus.rollout.sessions.session import with_system_prompt
 from ludus.tasks.agentgym import is_agentgym, read_trajectories
 from ludus.tasks.mixture import PART, part_of, settings_of
 from ludus.tasks.readers import OnBadLine, read_json

@@ -31,7 +31,7 @@ from ludus.core.types import Spec, Task, Wire
 from ludus.data.expert import CodeBlocks, Demonstration, Format, run_expert
 from ludus.envs import ENVS
 from ludus.envs.base import NoExpert
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
 from ludus.tools.toolbox import Toolbox
 
 EPISODES_PER_JOB = 16

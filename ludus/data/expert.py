@@ -15,7 +15,7 @@ from ludus.config.schema import MarkersConfig
 from ludus.core.errors import EnvError, counted
 from ludus.core.types import Message, Task, ToolCall, Wire
 from ludus.envs.base import Env, awaited, expert_action, limits_of
-from ludus.rollout.host import check_opening, check_result, check_total
+from ludus.rollout.hosts.host import check_opening, check_result, check_total
 from ludus.rollout.tool_use import argument_of
 from ludus.tools.toolbox import Toolbox
 

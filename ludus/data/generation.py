@@ -34,7 +34,7 @@ from ludus.data.journal import Journal, Record, expert_record, model_record
 from ludus.envs import ENVS
 from ludus.envs.base import limits_of
 from ludus.models.endpoint.client import Endpoint
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
 from ludus.rollout.jobs import EpisodeRecord, RolloutJob
 from ludus.rollout.requests import agentgym_spec, tasks_of
 from ludus.tasks.agentgym import conversations_of, has_items, read_agentgym

@@ -17,7 +17,7 @@ from ludus.core.errors import ConfigError, DataError
 from ludus.core.files import atomic_write
 from ludus.core.signals import run
 from ludus.core.types import Spec
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
 from ludus.rollout.jobs import EpisodeRecord, RolloutJob
 from ludus.rollout.requests import RolloutAnswer, RolloutRequest, agentgym_spec, answer_of, tasks_of
 from ludus.rollout.tool_use import open_tools

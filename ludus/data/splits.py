@@ -19,7 +19,7 @@ from ludus.envs import ENVS
 from ludus.envs.base import Env
 from ludus.judges import JUDGES
 from ludus.judges.base import refuse_of_steps
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
 from ludus.store.folders import RunFolder
 from ludus.tasks.mixture import check_distinct, interleaved, part_of
 from ludus.tasks.readers import TaskList, read_tasks

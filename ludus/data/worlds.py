@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ludus.core.signals import run
 from ludus.core.types import Spec, Task
 from ludus.envs.base import Env
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
 from ludus.tasks.splits import task_key
 from ludus.telemetry.logs import get_logger
 

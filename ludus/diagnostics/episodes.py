@@ -31,7 +31,7 @@ from ludus.pipeline.parts.tokenizer import (
     make_renderers,
     make_tokenizer,
 )
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
 from ludus.tasks.mixture import part_of, settings_of
 from ludus.tasks.readers import read_tasks
 from ludus.tools.base import ToolResult

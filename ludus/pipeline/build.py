@@ -42,9 +42,9 @@ from ludus.pipeline.parts.tokenizer import (
     make_tokenizer,
 )
 from ludus.pipeline.rollout_processes import start_processes
-from ludus.rollout.agent_session import Gateway
 from ludus.rollout.collect import Collector, Finish
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
+from ludus.rollout.sessions.agent_session import Gateway
 from ludus.rollout.tool_use import argument_of, by_address, run_tools
 from ludus.rollout.workflow import Agent
 from ludus.store.folders import RunFolder

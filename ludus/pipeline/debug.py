@@ -31,7 +31,7 @@ from ludus.pipeline.parts.registries import check, check_judges
 from ludus.pipeline.parts.tokenizer import check_functions, make_renderers, make_tokenizer
 from ludus.pipeline.stages import sft_algorithm
 from ludus.rollout.collect import Collector
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
 from ludus.rollout.replay import ReplaySource
 from ludus.store.folders import RunFolder
 from ludus.store.show import render_turns, render_verdict

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ludus.core.errors import LudusError, described
-from ludus.rollout.processes import COUNTERS, Played, Queue, Setup, Share
+from ludus.rollout.hosts.processes import COUNTERS, Played, Queue, Setup, Share
 
 PARENT_CHECK_S = 1.0
 

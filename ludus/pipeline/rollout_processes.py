@@ -15,7 +15,7 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
 from ludus.envs import ENVS
 from ludus.models.shared_weights import SharedWeights, weight_bytes
-from ludus.rollout.processes import COUNTERS, Queue, RolloutProcess, RolloutProcesses, Setup
+from ludus.rollout.hosts.processes import COUNTERS, Queue, RolloutProcess, RolloutProcesses, Setup
 from ludus.store.folders import RunFolder
 from ludus.telemetry.logs import get_logger
 

@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeVar
 
 from ludus.core.errors import EpisodeError
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
-from ludus.rollout.agent_session import AgentSession
-from ludus.rollout.host import HostedEnv
+from ludus.rollout.hosts.host import HostedEnv
+from ludus.rollout.sessions.agent_session import AgentSession
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ludus.core.errors import ConfigError, ToolError
 from ludus.core.types import Message, ToolCall, ToolSpec
-from ludus.rollout.agent_session import AgentSession
+from ludus.rollout.sessions.agent_session import AgentSession
 from ludus.rollout.tool_use import EpisodeTools
 
 TYPES: Mapping[str, type] = {

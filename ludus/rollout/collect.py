@@ -17,15 +17,15 @@ from ludus.judges import JUDGES
 from ludus.judges.base import close_all
 from ludus.models.chat.by_task import TaskRenderers
 from ludus.models.samplers.base import Sampler
-from ludus.rollout.agent_session import MAX_CALLS, AgentRenderers, AgentSession, Gateway
-from ludus.rollout.endpoint_session import EndpointSession
 from ludus.rollout.episode import Episode, run_episode
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
+from ludus.rollout.hosts.processes import RolloutProcesses, episodes_of
+from ludus.rollout.hosts.threads import EnvThread, run_pool
 from ludus.rollout.markers import MarkerSession
-from ludus.rollout.processes import RolloutProcesses, episodes_of
 from ludus.rollout.roles import Player, Role, cast, new_trajectory
-from ludus.rollout.session import TextSession, TokenSession, TurnSession
-from ludus.rollout.threads import EnvThread, run_pool
+from ludus.rollout.sessions.agent_session import MAX_CALLS, AgentRenderers, AgentSession, Gateway
+from ludus.rollout.sessions.endpoint_session import EndpointSession
+from ludus.rollout.sessions.session import TextSession, TokenSession, TurnSession
 from ludus.rollout.tool_use import EpisodeTools, RunTools, argument_of, shortened_to_tokens
 from ludus.tasks.mixture import part_of, settings_of
 from ludus.tools.limits.limiter import Limits

@@ -34,11 +34,11 @@ from ludus.core.errors import (
 from ludus.core.types import Message, Score, Status, StepResult, Task, Trajectory
 from ludus.envs.base import limits_of
 from ludus.models.chat.parsing import parse_react
-from ludus.rollout.agent_session import AgentSession
-from ludus.rollout.blocked import watched_loop
-from ludus.rollout.host import LARGEST, EnvFactory, HostedEnv, check_total
-from ludus.rollout.session import Session, Turn, TurnSession, with_system_prompt
-from ludus.rollout.threads import EnvThread, is_cancelled
+from ludus.rollout.hosts.blocked import watched_loop
+from ludus.rollout.hosts.host import LARGEST, EnvFactory, HostedEnv, check_total
+from ludus.rollout.hosts.threads import EnvThread, is_cancelled
+from ludus.rollout.sessions.agent_session import AgentSession
+from ludus.rollout.sessions.session import Session, Turn, TurnSession, with_system_prompt
 from ludus.rollout.tool_use import EpisodeTools
 from ludus.tasks.mixture import for_part
 from ludus.telemetry.episodes import EPISODES

@@ -14,9 +14,9 @@ from ludus.config.schema import RolloutConfig
 from ludus.core.types import Message, Status, Task, ToolSpec, Trajectory, Wire
 from ludus.models.endpoint.client import Endpoint
 from ludus.rollout.episode import Episode, run_episode
-from ludus.rollout.host import EnvFactory
-from ludus.rollout.session import TextSession, TokenRow
-from ludus.rollout.threads import EnvThread, run_pool
+from ludus.rollout.hosts.host import EnvFactory
+from ludus.rollout.hosts.threads import EnvThread, run_pool
+from ludus.rollout.sessions.session import TextSession, TokenRow
 from ludus.rollout.tool_use import (
     EpisodeTools,
     RunTools,

@@ -19,7 +19,7 @@ from ludus.config.schema import RolloutConfig
 from ludus.core.types import Message, ToolCall, Trajectory
 from ludus.models.chat.renderer import Renderer
 from ludus.models.samplers.base import Sampler
-from ludus.rollout.session import TokenSession, Turn
+from ludus.rollout.sessions.session import TokenSession, Turn
 from ludus.rollout.tool_use import EpisodeTools
 from ludus.telemetry.traces import chat
 

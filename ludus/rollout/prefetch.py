@@ -23,7 +23,7 @@ from ludus.core.types import Group, Status, Task, Trajectory, by_role
 from ludus.core.versions import mean_age
 from ludus.rollout.collect import Collector
 from ludus.rollout.episode import run_episode
-from ludus.rollout.threads import EnvThread
+from ludus.rollout.hosts.threads import EnvThread
 from ludus.tasks.curriculum import Curriculum
 from ludus.telemetry.occupancy import OCCUPANCY
 

@@ -21,7 +21,7 @@ from pydantic import Field
 from ludus.core.errors import ContextOverflow, EnvError
 from ludus.core.types import Message, Task
 from ludus.rollout.agent_env import AgentEnv
-from ludus.rollout.agent_session import CallRefused
+from ludus.rollout.sessions.agent_session import CallRefused
 from ludus.rollout.workflow import Model, Outcome
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Group, Message, Task, Trajectory
 from ludus.models.chat.renderer import Renderer
-from ludus.rollout.session import TreeBuilder
+from ludus.rollout.sessions.session import TreeBuilder
 from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import Curriculum
 

@@ -13,7 +13,7 @@ from ludus.core.errors import ConfigError, LudusError
 from ludus.core.types import Spec, Task, Wire
 from ludus.envs import ENVS
 from ludus.models.endpoint.client import Endpoint
-from ludus.rollout.host import EnvFactory
+from ludus.rollout.hosts.host import EnvFactory
 from ludus.rollout.jobs import EpisodeRecord, RolloutJob
 from ludus.rollout.tool_use import RunTools, joined_functions, unknown_function
 from ludus.tasks.agentgym import ITEMS, index_of, task_of

@@ -42,10 +42,10 @@ from ludus.core.modules import require
 from ludus.core.types import Message, Spec, Status, Task, ToolCall
 from ludus.core.types import ToolSpec as ToolSpec  # for agents
 from ludus.rollout.agent_env import AgentEnv
-from ludus.rollout.agent_session import Address, AgentSession, CallOptions, CallReply
 from ludus.rollout.agent_tools import AgentTools
-from ludus.rollout.host import LARGEST, HostedEnv
-from ludus.rollout.threads import EnvThread, abort_connections, in_daemon
+from ludus.rollout.hosts.host import LARGEST, HostedEnv
+from ludus.rollout.hosts.threads import EnvThread, abort_connections, in_daemon
+from ludus.rollout.sessions.agent_session import Address, AgentSession, CallOptions, CallReply
 from ludus.rollout.tool_use import EpisodeTools
 
 if TYPE_CHECKING:

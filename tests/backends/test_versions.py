@@ -20,7 +20,7 @@ from ludus.models.build import build_model
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.models.samplers.base import Completion, SamplingParams
-from ludus.rollout.session import TreeBuilder
+from ludus.rollout.sessions.session import TreeBuilder
 from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS

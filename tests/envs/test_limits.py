@@ -14,7 +14,7 @@ from ludus.envs import ENVS
 from ludus.envs.base import Env, limits_of
 from ludus.envs.checks.check import check_env
 from ludus.envs.mixture import Mixture
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
 from ludus.tasks.mixture import PART
 
 WRONG: list[tuple[str, str]] = [

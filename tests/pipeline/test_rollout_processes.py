@@ -21,7 +21,7 @@ from ludus.models.decoders import native
 from ludus.pipeline import rollout_processes
 from ludus.pipeline.build import Run, build
 from ludus.pipeline.parts.tokenizer import make_tokenizer
-from ludus.rollout import processes as rollout
+from ludus.rollout.hosts import processes as rollout
 from ludus.store.folders import RunFolder
 
 needs_native = pytest.mark.skipif(bool(native.absence()), reason=f"no kernels: {native.absence()}")

@@ -31,6 +31,8 @@ FLOORS = (
     "judges",
     "evaluate",
     "envs",
+    "rollout.hosts",
+    "rollout.sessions",
     "rollout",
     "report",
     "train",

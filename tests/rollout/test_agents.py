@@ -17,7 +17,7 @@ from test_episode import check_rows
 
 from ludus.core.errors import ContextOverflow, EnvError
 from ludus.core.types import Message, Spec, Status, Task, ToolCall, Trajectory
-from ludus.rollout.agent_session import AgentSession, CallRefused
+from ludus.rollout.sessions.agent_session import AgentSession, CallRefused
 from ludus.rollout.workflow import Agent, Outcome
 from ludus.train.samples import rows
 from ludus.train.tree import grow

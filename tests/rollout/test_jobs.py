@@ -26,10 +26,10 @@ from ludus.models.endpoint.addresses import is_blocked
 from ludus.models.endpoint.client import Endpoint, Reply, check_url
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
 from ludus.rollout.jobs import EpisodeRecord, RolloutJob
 from ludus.rollout.requests import answer_of, tasks_of
-from ludus.rollout.session import TokenRow, extend_rows
+from ludus.rollout.sessions.session import TokenRow, extend_rows
 
 NUMBER = {
     derive_seed(0, str(number), 0, turn) % 2**31: number for number in range(6) for turn in range(5)

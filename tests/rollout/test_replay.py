@@ -12,7 +12,7 @@ from ludus.core.errors import DataError
 from ludus.core.types import Message, Task, Trajectory
 from ludus.models.chat.renderer import Renderer
 from ludus.rollout.replay import ReplaySource, replay
-from ludus.rollout.session import with_system_prompt
+from ludus.rollout.sessions.session import with_system_prompt
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
 from ludus.train.samples import rows, to_samples

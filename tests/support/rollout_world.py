@@ -20,7 +20,7 @@ from ludus.models.samplers.base import Completion, SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 from ludus.rollout.collect import Collector
 from ludus.rollout.replay import replay
-from ludus.rollout.session import with_system_prompt
+from ludus.rollout.sessions.session import with_system_prompt
 from ludus.train.samples import rows
 
 CONTEXT = 256

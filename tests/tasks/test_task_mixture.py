@@ -14,7 +14,7 @@ from ludus.core.errors import CheckpointError, ConfigError, DataError
 from ludus.core.types import Spec, Task
 from ludus.envs.babyai.env import BabyAI
 from ludus.envs.mixture import Mixture
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
 from ludus.tasks.curriculum import TaskSampler
 from ludus.tasks.mixture import (
     PART,

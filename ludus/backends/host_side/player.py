@@ -23,7 +23,7 @@ from ludus.core.modules import load_module
 from ludus.core.types import Group, Segment, Task, Trajectory
 from ludus.rollout.collect import Collector
 from ludus.rollout.episode import run_episode
-from ludus.rollout.threads import EnvThread
+from ludus.rollout.hosts.threads import EnvThread
 from ludus.train import ALGORITHMS
 from ludus.train.samples import paths
 from ludus.train.schedule import turn_limit

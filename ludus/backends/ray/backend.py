@@ -46,7 +46,7 @@ from ludus.judges import JUDGES
 from ludus.judges.base import Judge
 from ludus.models.chat.renderer import Renderer
 from ludus.models.vocabulary import Vocabulary
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
 from ludus.telemetry.logs import get_logger
 from ludus.train.algorithms.base import Algorithm
 from ludus.train.checkpoint.policy import build_policy

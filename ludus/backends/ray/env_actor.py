@@ -21,8 +21,8 @@ from ludus.core.types import (
 from ludus.envs.base import limits_of
 from ludus.judges import JUDGES
 from ludus.judges.base import Judge
-from ludus.rollout.host import HostedEnv, LocalEnvs
-from ludus.rollout.threads import EnvThread
+from ludus.rollout.hosts.host import HostedEnv, LocalEnvs
+from ludus.rollout.hosts.threads import EnvThread
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from ludus.core.types import (
 )
 from ludus.envs.base import PREPARE_S
 from ludus.judges.base import Judge, check_all, close_all
-from ludus.rollout.host import HostedEnv, LocalEnvs
-from ludus.rollout.threads import EnvThread
+from ludus.rollout.hosts.host import HostedEnv, LocalEnvs
+from ludus.rollout.hosts.threads import EnvThread
 from ludus.telemetry.occupancy import busy
 
 WAIT_S = 60.0

@@ -26,8 +26,8 @@ from ludus.data.expert import Demonstration, run_expert
 from ludus.envs.base import Env
 from ludus.envs.checks.play import MAX_TURNS, EpisodeProcessDied, play_in_process
 from ludus.pipeline.preflight.episodes import Played, Recorded, play_one
-from ludus.rollout.host import LocalEnvs
-from ludus.rollout.threads import EnvThread
+from ludus.rollout.hosts.host import LocalEnvs
+from ludus.rollout.hosts.threads import EnvThread
 
 LONGEST_S = 20.0
 """Seconds of an episode of the expert at most."""

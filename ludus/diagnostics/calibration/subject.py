@@ -29,7 +29,7 @@ from ludus.diagnostics.calibration.rows import (
 )
 from ludus.envs import ENVS
 from ludus.envs.base import Env, expert_knows_more, is_blocking, tiers_of
-from ludus.rollout.threads import in_daemon
+from ludus.rollout.hosts.threads import in_daemon
 from ludus.tasks import READERS
 from ludus.tasks.readers import (
     FILE_KINDS,

@@ -18,7 +18,7 @@ from ludus.models.chat.template import load_template
 from ludus.pipeline.build import Run
 from ludus.pipeline.parts.tokenizer import make_renderer
 from ludus.rollout.collect import Collector
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
 from ludus.store.folders import find_run
 from ludus.store.settings import run_config
 from ludus.train.checkpoint.export import export_hf

@@ -24,8 +24,8 @@ from ludus.models.chat.by_task import TaskRenderers
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import load_tokenizer, train_tokenizer
 from ludus.pipeline.parts.registries import parts_of
-from ludus.rollout.host import HostedEnv, LocalEnvs
-from ludus.rollout.threads import EnvThread
+from ludus.rollout.hosts.host import HostedEnv, LocalEnvs
+from ludus.rollout.hosts.threads import EnvThread
 from ludus.rollout.tool_use import joined_functions, read_functions, unknown_function
 from ludus.tasks.mixture import parts_of_mixture, settings_of
 from ludus.tasks.readers import TaskList

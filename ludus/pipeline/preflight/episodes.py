@@ -20,8 +20,8 @@ from ludus.data.expert import CodeBlocks, Demonstration, run_expert
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert, awaited, limits_of
 from ludus.envs.checks.play import EpisodeProcessDied, play_in_process
-from ludus.rollout.host import LocalEnvs, check_opening, check_result
-from ludus.rollout.threads import EnvThread, Overdue
+from ludus.rollout.hosts.host import LocalEnvs, check_opening, check_result
+from ludus.rollout.hosts.threads import EnvThread, Overdue
 from ludus.tasks.mixture import part_of, settings_of
 
 NUM_EPISODES = 8

@@ -18,7 +18,7 @@ from ludus.pipeline.build import urls_in
 from ludus.pipeline.preflight.episodes import Played, spread
 from ludus.pipeline.preflight.limits import Findings
 from ludus.rollout.replay import replay
-from ludus.rollout.session import with_system_prompt
+from ludus.rollout.sessions.session import with_system_prompt
 from ludus.tasks.mixture import part_of, settings_of
 
 NUM_TASKS = 4

@@ -16,7 +16,7 @@ from ludus.core.types import Message, Task, Trajectory
 from ludus.data.conversations import read_conversations, replay_all
 from ludus.models.chat.by_task import TaskRenderers
 from ludus.pipeline.preflight.episodes import Played
-from ludus.rollout.session import with_system_prompt
+from ludus.rollout.sessions.session import with_system_prompt
 from ludus.tasks.mixture import for_part, part_of, settings_of
 
 ENOUGH = 4

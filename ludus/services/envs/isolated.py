@@ -25,7 +25,7 @@ from typing import Any, cast
 from ludus.core.errors import EnvError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec
 from ludus.envs.base import Env, limits_of
-from ludus.rollout.host import LocalEnvs
+from ludus.rollout.hosts.host import LocalEnvs
 
 CLOSE_WAIT_S = 2.0
 PARENT_POLL_S = 0.5

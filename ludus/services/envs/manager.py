@@ -25,7 +25,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from ludus.core.errors import EpisodeError, EpisodeTimeout, ToolError, Unscorable
 from ludus.core.types import Message, Observation, StepResult, Task
-from ludus.rollout.threads import Act, EnvThread
+from ludus.rollout.hosts.threads import Act, EnvThread
 from ludus.services.envs.session import ID_BITS, EnvSession, ServedEnv, parse_id
 from ludus.services.server.app import BUCKETS_S, ServiceError, Settings
 from ludus.services.server.drain import Drain

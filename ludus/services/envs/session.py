@@ -14,8 +14,8 @@ from ludus.core.errors import EnvLost, EpisodeError, EpisodeTimeout, LudusError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec, Wire
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert, limits_of
-from ludus.rollout.host import HostedEnv, LocalEnvs, has_prepare
-from ludus.rollout.threads import EnvThread, Overdue, T
+from ludus.rollout.hosts.host import HostedEnv, LocalEnvs, has_prepare
+from ludus.rollout.hosts.threads import EnvThread, Overdue, T
 from ludus.services.envs.isolated import IsolatedEnv
 from ludus.services.server.app import ServiceError
 from ludus.services.server.shares import Client

@@ -6,7 +6,7 @@ import secrets
 from collections import OrderedDict
 
 from ludus.core.types import Message
-from ludus.rollout.agent_session import AgentSession
+from ludus.rollout.sessions.agent_session import AgentSession
 
 MAX_ENDED = 10_000
 """Keys of ended episodes that are remembered, to tell a late call from a wrong key."""

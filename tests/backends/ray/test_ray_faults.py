@@ -17,7 +17,7 @@ from ludus.backends.ray.backend import RayBackend
 from ludus.core.errors import ConfigError, EnvLost, LudusError
 from ludus.core.types import Message, Spec
 from ludus.envs import ENVS
-from ludus.rollout.threads import EnvThread
+from ludus.rollout.hosts.threads import EnvThread
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 

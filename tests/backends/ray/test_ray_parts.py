@@ -32,7 +32,7 @@ from ludus.core.errors import ConfigError, TrainingError
 from ludus.core.types import Spec
 from ludus.models.build import build_model
 from ludus.models.chat.tokenizers import train_tokenizer
-from ludus.rollout.host import HostedEnv
+from ludus.rollout.hosts.host import HostedEnv
 
 GPU = {"CPU": 2.0, "GPU": 1.0}
 

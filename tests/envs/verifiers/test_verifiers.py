@@ -19,8 +19,8 @@ from ludus.envs import ENVS
 from ludus.envs.checks.check import check_env
 from ludus.envs.verifiers import process
 from ludus.envs.verifiers.env import Verifiers
-from ludus.rollout.host import HostedEnv
-from ludus.rollout.threads import EnvThread
+from ludus.rollout.hosts.host import HostedEnv
+from ludus.rollout.hosts.threads import EnvThread
 
 SUPPORT = Path(__file__).parents[2] / "support"
 TASKSETS = SUPPORT / "vf_tasksets.py"

@@ -13,9 +13,9 @@ from played_envs import Say, task_of
 from ludus.core.errors import EnvError, EpisodeTimeout
 from ludus.core.types import Message, Observation, Spec, StepResult, Task
 from ludus.envs.base import Env
-from ludus.rollout import threads
-from ludus.rollout.host import HostedEnv, LocalEnvs
-from ludus.rollout.threads import EnvThread, Overdue, WorkerThread
+from ludus.rollout.hosts import threads
+from ludus.rollout.hosts.host import HostedEnv, LocalEnvs
+from ludus.rollout.hosts.threads import EnvThread, Overdue, WorkerThread
 
 ACT = Message(role="assistant", content="red")
 
@@ -286,7 +286,7 @@ async def test_a_preparation_does_not_count_as_a_step():
 
 
 async def test_a_preparation_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ludus.rollout.host.PREPARE_S", 0.1)
+    monkeypatch.setattr("ludus.rollout.hosts.host.PREPARE_S", 0.1)
     thread = EnvThread()
     env = HostedEnv(Engine, thread, 60.0, prepares=True)
     with pytest.raises(EpisodeTimeout, match=r"the environment's prepare took longer than 0.1 s$"):

@@ -16,8 +16,8 @@ from rollout_world import Scripted, World
 
 from ludus.core.errors import EpisodeTimeout
 from ludus.core.types import Message, Score, Spec, Status, Task, Trajectory
-from ludus.rollout import blocked
-from ludus.rollout.blocked import watched_loop
+from ludus.rollout.hosts import blocked
+from ludus.rollout.hosts.blocked import watched_loop
 
 TASK = Task(id="q", prompt=[Message(role="user", content="say red .")])
 LIMITS = {"episode_deadline_s": 0.5, "max_retries": 0}

@@ -11,7 +11,7 @@ from ludus.core.errors import ConfigError
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Message, ToolSpec, Trajectory
 from ludus.models.samplers.base import Completion, SamplingParams
-from ludus.rollout.agent_session import (
+from ludus.rollout.sessions.agent_session import (
     DEFAULT,
     MAX_CALLS,
     AgentRenderers,
@@ -21,8 +21,8 @@ from ludus.rollout.agent_session import (
     Gateway,
     shortened,
 )
-from ludus.rollout.calls import Place
-from ludus.rollout.session import sampling_params
+from ludus.rollout.sessions.calls import Place
+from ludus.rollout.sessions.session import sampling_params
 from ludus.telemetry.traces import chat
 
 if TYPE_CHECKING:

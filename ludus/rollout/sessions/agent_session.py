@@ -34,9 +34,9 @@ from ludus.core.types import (
 )
 from ludus.models.grammars import grammar_for
 from ludus.models.samplers.base import Completion, Sampler, SamplingParams
-from ludus.rollout.calls import CallTree, Place
-from ludus.rollout.session import Session, sampling_params
-from ludus.rollout.threads import is_cancelled
+from ludus.rollout.hosts.threads import is_cancelled
+from ludus.rollout.sessions.calls import CallTree, Place
+from ludus.rollout.sessions.session import Session, sampling_params
 from ludus.telemetry.traces import chat
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from typing import Any
 from ludus.config.schema import RolloutConfig, RunConfig
 from ludus.core.errors import described
 from ludus.core.types import Group, Task, Trajectory
-from ludus.rollout.threads import WorkerThread
+from ludus.rollout.hosts.threads import WorkerThread
 from ludus.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -32,7 +32,7 @@ from ludus.core.types import (
 )
 from ludus.envs import ENVS
 from ludus.envs.base import PREPARE_S, Env, awaited, is_blocking, turns_fault
-from ludus.rollout.threads import Act, EnvThread, Overdue, T
+from ludus.rollout.hosts.threads import Act, EnvThread, Overdue, T
 from ludus.telemetry.occupancy import busy
 from ludus.telemetry.traces import execute_tool
 

@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from ludus.core.errors import EnvError
-from ludus.rollout import threads
-from ludus.rollout.threads import EnvThread, WorkerThread
+from ludus.rollout.hosts import threads
+from ludus.rollout.hosts.threads import EnvThread, WorkerThread
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ HANGS = """
 import asyncio
 import time
 
-from ludus.rollout.threads import in_daemon
+from ludus.rollout.hosts.threads import in_daemon
 
 
 async def main():
