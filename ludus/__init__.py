@@ -31,12 +31,12 @@ _EXPORTS = {
     "ToolCall": "ludus.core.types",
     "ToolSpec": "ludus.core.types",
     "Trajectory": "ludus.core.types",
-    "breakpoint_at": "ludus.core.breakpoints",
+    "breakpoint_at": "ludus.core.debugging.breakpoints",
 }
 
 if TYPE_CHECKING:
     from ludus.config.schema import RunConfig as RunConfig
-    from ludus.core.breakpoints import breakpoint_at as breakpoint_at
+    from ludus.core.debugging.breakpoints import breakpoint_at as breakpoint_at
     from ludus.core.errors import LudusError as LudusError
     from ludus.core.types import Group as Group
     from ludus.core.types import Message as Message

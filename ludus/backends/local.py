@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ludus.backends.fixed import LocalFixed, share_base
 from ludus.config.schema import RunConfig
-from ludus.core.signals import abandon
+from ludus.core.system.signals import abandon
 from ludus.core.types import Group, Sample, Spec
 from ludus.judges.base import Judge
 from ludus.models import SAMPLERS

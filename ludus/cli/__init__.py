@@ -28,7 +28,7 @@ from ludus.cli import (
 )
 from ludus.core.errors import LudusError, printable
 from ludus.core.modules import missing_dependency
-from ludus.core.signals import EXIT_CODES, exit_code, handling, leave, raise_stop
+from ludus.core.system.signals import EXIT_CODES, exit_code, handling, leave, raise_stop
 from ludus.telemetry.logs import check_settings
 
 EXTRAS = {

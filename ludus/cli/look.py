@@ -21,7 +21,7 @@ from ludus.cli.options import (
     unfinished,
 )
 from ludus.core.errors import ConfigError, did_you_mean, printable
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 
 app = typer.Typer()
 
@@ -209,7 +209,7 @@ def check_env_command(
 
     Tells what trains badly too: slow steps, equal rewards, long episodes, no expert.
     """
-    from ludus.core.forked import MAX_NOISE, Died, in_child
+    from ludus.core.system.forked import MAX_NOISE, Died, in_child
     from ludus.envs.checks.check import STOPPED, check_env
 
     env = spec(name, args)

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from ludus.core.processes import Process, descendants, end, marked
+from ludus.core.system.processes import Process, descendants, end, marked
 
 CLUSTER = "LUDUS_CLUSTER"
 """Environment variable with the name of the cluster that started a process."""

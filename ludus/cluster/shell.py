@@ -27,7 +27,7 @@ from ludus.cluster.hosts import ClusterConfig, HostConfig, is_here
 from ludus.cluster.node import ANSWER, CLUSTER
 from ludus.cluster.token import own_token
 from ludus.core.errors import ConfigError, LudusError, printable
-from ludus.core.signals import abandon
+from ludus.core.system.signals import abandon
 
 SETUP_FAILED, SSH_FAILED = 90, 255
 END = "LUDUS_REQUEST"

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ludus.core.errors import LudusError
-from ludus.core.processes import started
+from ludus.core.system.processes import started
 
 
 class Child:

@@ -31,7 +31,7 @@ from ludus.config.load import dump_config, load_as
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, did_you_mean
 from ludus.core.files import atomic_write
-from ludus.core.signals import exit_code
+from ludus.core.system.signals import exit_code
 from ludus.pipeline import launch
 from ludus.pipeline.evaluation.evaluate import export_checkpoint
 from ludus.pipeline.monitoring.progress import Observer

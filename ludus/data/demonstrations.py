@@ -26,7 +26,7 @@ from ludus.config.schema import MarkersConfig
 from ludus.core.errors import DataError, LudusError, described, first_fault
 from ludus.core.files import atomic_file, open_regular
 from ludus.core.modules import require
-from ludus.core.signals import ctrl_c_kept_from_children
+from ludus.core.system.signals import ctrl_c_kept_from_children
 from ludus.core.types import Spec, Task, Wire
 from ludus.data.expert import CodeBlocks, Demonstration, Format, run_expert
 from ludus.envs import ENVS

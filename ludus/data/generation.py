@@ -25,7 +25,7 @@ from typing import Any, Literal
 from ludus.config.schema import RolloutConfig
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.files import atomic_write
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.core.types import Spec, Task
 from ludus.data.cards import EnvCard, KeepRule, Selection, build_cards, render, select
 from ludus.data.demonstrations import Dropped, dropped_path, generate_demonstrations, require_pool

@@ -15,7 +15,7 @@ from ludus.config.messages import option_faults
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.files import atomic_write
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.core.types import Spec
 from ludus.rollout.hosts.host import LocalEnvs
 from ludus.rollout.jobs import EpisodeRecord, RolloutJob

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError
 from ludus.config import yaml12
 from ludus.core.errors import ConfigError, DataError, LudusError, Unscorable, first_fault
 from ludus.core.files import atomic_write
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.core.types import Message
 from ludus.data.rollouts import KEY
 from ludus.judges.model import Asker

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.core.types import Spec, Task
 from ludus.envs.base import Env
 from ludus.rollout.hosts.host import LocalEnvs

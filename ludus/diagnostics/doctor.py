@@ -26,8 +26,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ludus.core.machine import machine_memory
 from ludus.core.modules import DISTRIBUTION, extra_of
+from ludus.core.system.machine import machine_memory
 from ludus.diagnostics.probes import (
     Check,
     check_companion,

@@ -18,7 +18,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, EnvError
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.core.types import Task, ToolCall
 from ludus.data.conversations import read_conversations, replay_all
 from ludus.data.expert import CodeBlocks, Demonstration, run_expert

@@ -9,7 +9,7 @@ import torch
 
 from ludus.config.schema import ModelConfig
 from ludus.core.errors import ConfigError, did_you_mean
-from ludus.core.machine import machine_memory
+from ludus.core.system.machine import machine_memory
 from ludus.models.flops import peak_flops
 
 

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ludus.config.schema import RunConfig
-from ludus.core.breakpoints import HERE
-from ludus.core.breaks import EVENTS, FOLDER, TAGS, WAITING
-from ludus.core.debugger import DEBUGGER, DEBUGGERS
+from ludus.core.debugging.breakpoints import HERE
+from ludus.core.debugging.breaks import EVENTS, FOLDER, TAGS, WAITING
+from ludus.core.debugging.debugger import DEBUGGER, DEBUGGERS
 from ludus.core.errors import ConfigError, did_you_mean
 from ludus.core.modules import require
 

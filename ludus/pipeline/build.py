@@ -18,7 +18,7 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import DataError, EpisodeError
 from ludus.core.files import atomic_folder
 from ludus.core.modules import require
-from ludus.core.signals import run as run_async
+from ludus.core.system.signals import run as run_async
 from ludus.core.types import Group, Spec, Task, Trajectory
 from ludus.data.conversations import Conversation, functions_brought, read_conversations
 from ludus.data.demonstrations import dropped_path, generate_demonstrations, load_demonstrations

@@ -20,7 +20,7 @@ from rich.traceback import Traceback
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import EpisodeError
-from ludus.core.signals import run as run_async
+from ludus.core.system.signals import run as run_async
 from ludus.core.types import Group, Sample, Spec, Task, by_role
 from ludus.data.conversations import functions_brought, read_conversations, replay_all
 from ludus.data.expert import CodeBlocks, Demonstration, run_expert

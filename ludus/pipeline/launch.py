@@ -17,7 +17,7 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, MirrorError
 from ludus.core.files import atomic_write
 from ludus.core.modules import told
-from ludus.core.signals import exit_code, handling, raise_stop, run
+from ludus.core.system.signals import exit_code, handling, raise_stop, run
 from ludus.data.splits import Splits, read_splits
 from ludus.evaluate.results import read_evaluation
 from ludus.models.decoders import native

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ludus.config.training import SFTUntilConfig
-from ludus.core.breaks import let_go
+from ludus.core.debugging.breaks import let_go
 from ludus.core.errors import ConfigError
 from ludus.core.files import atomic_write
 from ludus.core.seeds import derive_seed
-from ludus.core.signals import Terminated
+from ludus.core.system.signals import Terminated
 from ludus.core.types import Group, by_role
 from ludus.evaluate import Evaluation
 from ludus.loop.loop import Stage, run_stage

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ludus.core.errors import ToolError
-from ludus.core.processes import started
+from ludus.core.system.processes import started
 from ludus.sandbox.cgroups import Cgroup
 
 START_TIMEOUT_S = 60.0

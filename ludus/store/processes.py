@@ -23,7 +23,7 @@ from typing import Any
 
 from ludus.core.errors import DataError, LudusError
 from ludus.core.files import atomic_write
-from ludus.core.processes import (
+from ludus.core.system.processes import (
     MARK,
     Process,
     descendants,

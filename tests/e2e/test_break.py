@@ -50,7 +50,7 @@ def sockets(process: Process, count: int) -> list[str]:
     """Wait until so many breakpoints wait."""
     paths: list[str] = []
     while len(paths) < count:
-        process.until("ludus.core.debugger")
+        process.until("ludus.core.debugging.debugger")
         paths = re.findall(r"ludus\.core\.debugger (\S+)\n", process.stderr.read_text())
         time.sleep(0.01)
     return paths

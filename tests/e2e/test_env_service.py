@@ -10,7 +10,7 @@ import time
 import pytest
 from harness import BABYAI, Ludus
 
-from ludus.core.processes import identify
+from ludus.core.system.processes import identify
 
 SERVED = ["train", BABYAI, "--with-env-service", "babyai"]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from harness import BABYAI, Ludus
 
-from ludus.core.processes import identify
+from ludus.core.system.processes import identify
 
 STARTS = """
 import subprocess, sys
-from ludus.core.processes import started
+from ludus.core.system.processes import started
 from ludus.train.learner import Learner
 child = None
 original = Learner.train_step

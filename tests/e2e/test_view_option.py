@@ -11,7 +11,7 @@ import pytest
 from harness import BABYAI, Ludus, Process
 from variants import variants
 
-from ludus.core.processes import identify
+from ludus.core.system.processes import identify
 
 
 def page_of(process: Process) -> str:

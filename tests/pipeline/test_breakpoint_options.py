@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ludus.config.load import load_config
-from ludus.core import breakpoints as core
-from ludus.core import debugger
-from ludus.core.breakpoints import HERE, breakpoint_at
-from ludus.core.breaks import FOLDER, TAGS, let_go, report, waits
-from ludus.core.debugger import DEBUGGER, announce
+from ludus.core.debugging import breakpoints as core
+from ludus.core.debugging import debugger
+from ludus.core.debugging.breakpoints import HERE, breakpoint_at
+from ludus.core.debugging.breaks import FOLDER, TAGS, let_go, report, waits
+from ludus.core.debugging.debugger import DEBUGGER, announce
 from ludus.core.errors import ConfigError, MissingDependency
 from ludus.pipeline import breakpoints
 from ludus.pipeline.breakpoints import PATIENT_S, check_tags, patient, switched_on

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ludus.core.errors import DataError, LudusError
-from ludus.core.processes import MARK, Process, identify, is_alive, machine, started
+from ludus.core.system.processes import MARK, Process, identify, is_alive, machine, started
 from ludus.store import processes
 from ludus.store.folders import RunFolder
 from ludus.store.processes import (

@@ -27,7 +27,7 @@ from ludus.backends.ray.deaths import Deaths
 from ludus.backends.ray.errors import explained, no_room
 from ludus.backends.ray.publication.weights import Weights
 from ludus.core.errors import LudusError, TrainingError
-from ludus.core.signals import abandon
+from ludus.core.system.signals import abandon
 from ludus.telemetry.logs import get_logger
 from ludus.train.distributed.settings import OtherRankLost
 

@@ -29,7 +29,7 @@ from typing import TypeVar
 from ludus.core.errors import DataError, Unscorable
 from ludus.core.files import atomic_write
 from ludus.core.seeds import derive_seed
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.core.types import Message
 from ludus.data.augmentation.card import Outcome, card_of, rendered
 from ludus.data.augmentation.checks import fault_of, solved, task_of

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.core.types import Message, Task
 from ludus.data.conversations import Conversation, read_conversations
 from ludus.data.expert import Demonstration

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.core.types import Message, Spec, Task
 from ludus.data.expert import Demonstration
 from ludus.data.worlds import Worlds

@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 from typing import Any, cast
 
 from ludus.core.errors import ConfigError, counted, described
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.core.types import Message, Spec, Task
 from ludus.data.demonstrations import (
     EPISODES_PER_JOB,

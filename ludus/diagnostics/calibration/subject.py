@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from ludus.config.tasks import TasksConfig
 from ludus.core.errors import ConfigError, DataError, EnvError, did_you_mean
 from ludus.core.files import searched
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.core.types import Spec, Task
 from ludus.diagnostics.calibration.rows import (
     Rows,

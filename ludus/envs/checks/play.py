@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from ludus.core.errors import EnvError, EpisodeTimeout, LudusError
 from ludus.core.modules import told
-from ludus.core.signals import ctrl_c_kept_from_children
+from ludus.core.system.signals import ctrl_c_kept_from_children
 from ludus.core.types import Message, Observation, Spec, StepResult, Task
 from ludus.envs import ENVS
 from ludus.envs.base import PREPARE_S, Env, NoExpert, awaited, exit_error, expert_action

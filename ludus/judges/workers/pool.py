@@ -30,7 +30,7 @@ from typing import Any, ClassVar, NoReturn
 from weakref import WeakSet, WeakValueDictionary
 
 from ludus.core.errors import Unscorable
-from ludus.core.processes import started
+from ludus.core.system.processes import started
 
 START_S = 120.0
 """Seconds in which a worker has to start."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.errors import ToolError
-from ludus.core.processes import started
+from ludus.core.system.processes import started
 from ludus.sandbox.zygotes import receive, send
 
 MODULE = "ludus.kernels.benchmark.worker"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ludus.core.errors import ConfigError
-from ludus.core.machine import machine_memory
+from ludus.core.system.machine import machine_memory
 from ludus.models.decoders.base import Decoder
 from ludus.models.kv_cache.paging import BLOCK
 

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import httpx
 
 from ludus.core.errors import ConfigError, LudusError
-from ludus.core.processes import started
+from ludus.core.system.processes import started
 
 NUM_LOG_LINES = 12
 BASE_URL = "http://server"

@@ -24,7 +24,7 @@ from ludus.config.load import load_config
 from ludus.config.messages import option_faults
 from ludus.config.schema import EvaluateConfig, ModelConfig, RunConfig
 from ludus.core.errors import ConfigError, LudusError, SamplerError
-from ludus.core.signals import run as run_async
+from ludus.core.system.signals import run as run_async
 from ludus.core.types import Group, Message, Task, Trajectory
 from ludus.data.splits import Splits, read_splits
 from ludus.evaluate import compare, render_comparison, render_evaluation

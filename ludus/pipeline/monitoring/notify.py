@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from ludus.config.secrets import is_masked, masked, scheme_of, variable_of
 from ludus.core.errors import ConfigError, LudusError, described, did_you_mean
 from ludus.core.modules import require
-from ludus.core.processes import started
+from ludus.core.system.processes import started
 from ludus.store import RunStore
 from ludus.store.folders import RunFolder, resume_command
 from ludus.store.processes import NOTIFIER

@@ -22,7 +22,7 @@ from urllib.parse import quote, urlsplit
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, did_you_mean
 from ludus.core.modules import require
-from ludus.core.processes import started
+from ludus.core.system.processes import started
 from ludus.core.types import Spec, Task
 from ludus.rollout.collect import Collector
 from ludus.store.folders import RunFolder
@@ -160,7 +160,7 @@ class Companion:
 
     def __init__(self, what: str, command: Sequence[str], log: Path, **env: str) -> None:
         self._what, self._log = what, log
-        wrapper = [sys.executable, "-m", "ludus.core.with_parent", str(os.getpid())]
+        wrapper = [sys.executable, "-m", "ludus.core.system.with_parent", str(os.getpid())]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [*wrapper, *command],

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ludus.backends.hosts import HostJob
-from ludus.core.processes import MARK, Process, descendants, end, identify, marked, started
+from ludus.core.system.processes import MARK, Process, descendants, end, identify, marked, started
 
 GRACE_S = 10.0
 """Seconds that the process has to end its workers."""

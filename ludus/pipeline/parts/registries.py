@@ -16,8 +16,8 @@ from ludus.config.registry import Registry
 from ludus.config.schema import EvaluateConfig, ModelConfig, RLConfig, RolloutConfig, RunConfig
 from ludus.config.sections import MarkersConfig
 from ludus.core.errors import ConfigError, ToolError, did_you_mean
-from ludus.core.signals import run
 from ludus.core.sources import own_sources
+from ludus.core.system.signals import run
 from ludus.core.types import Spec
 from ludus.data.demonstrations import require_pool
 from ludus.envs import ENVS

@@ -15,7 +15,7 @@ from typing import Any
 
 from ludus.config.schema import MarkersConfig, RunConfig
 from ludus.core.errors import ConfigError, DataError, EnvError, EpisodeError
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.core.types import NO_ENV, Message, Spec, Task, ToolSpec
 from ludus.envs import ENVS
 from ludus.envs.base import Env

@@ -19,7 +19,7 @@ from typing import Any
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, EnvError
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.core.types import Message, Spec, Task
 from ludus.data.conversations import (
     Conversation,

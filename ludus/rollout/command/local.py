@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludus.core.errors import EnvError, EpisodeTimeout
-from ludus.core.processes import end, marked, started
+from ludus.core.system.processes import end, marked, started
 from ludus.rollout.command.base import (
     LOOPBACK,
     MAX_OUTCOME_BYTES,

@@ -1,1 +1,1 @@
-"""Where environments run: deadlines, worker threads, processes, and the watch over blocking code."""
+"""Where environments run: deadlines, worker threads, processes; and the watch over blocking."""

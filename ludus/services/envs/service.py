@@ -24,7 +24,7 @@ from starlette.middleware import Middleware
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import LudusError
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.core.types import Observation, Spec, StepResult, Task, ToolCall, Wire
 from ludus.rollout.tool_use import open_tools
 from ludus.services.envs import isolated

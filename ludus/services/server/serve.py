@@ -34,7 +34,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from ludus.core.errors import ConfigError
-from ludus.core.signals import end_tasks
+from ludus.core.system.signals import end_tasks
 from ludus.services.server.app import Settings
 from ludus.services.server.auth import require_tokens
 from ludus.services.server.connections import ConnectionLimits, Connections

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.core.types import Spec
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import distinct

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ludus.core.errors import ConfigError
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.core.types import Message, Spec, Task
 from ludus.diagnostics.calibration.calibrate import refuse_long, repeated
 from ludus.diagnostics.calibration.episodes import (

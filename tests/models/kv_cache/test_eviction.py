@@ -10,7 +10,7 @@ import torch
 from engine_helpers import CONTEXT, episode, sampler, tiny
 
 from ludus.core.errors import ConfigError
-from ludus.core.machine import machine_memory
+from ludus.core.system.machine import machine_memory
 from ludus.models.decoders.capacity import MEMORY_FRACTION
 from ludus.models.kv_cache.paging import BLOCK
 from ludus.models.samplers.base import SamplingParams

@@ -151,7 +151,7 @@ def test_a_notifier_that_dies_is_reported(tmp_path: Path, store: RunStore) -> No
     import os
     import signal
 
-    from ludus.core.processes import listening
+    from ludus.core.system.processes import listening
 
     folder, notes, pids = RunFolder(tmp_path / "demo-1"), list[str](), list[int]()
     folder.path.mkdir()

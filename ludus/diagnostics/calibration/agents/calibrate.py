@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ludus.config.schema import RunConfig
-from ludus.core.signals import run
+from ludus.core.system.signals import run
 from ludus.diagnostics.calibration import tokens
 from ludus.diagnostics.calibration import warnings as foretold
 from ludus.diagnostics.calibration.agents.episodes import AgentPlay, play_agent

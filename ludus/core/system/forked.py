@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ludus.core.errors import LudusError
-from ludus.core.signals import exit_code
-from ludus.core.with_parent import PR_SET_PDEATHSIG
+from ludus.core.system.signals import exit_code
+from ludus.core.system.with_parent import PR_SET_PDEATHSIG
 
 MAX_NOISE = 20_000
 """Bytes of a child's output that are passed on."""

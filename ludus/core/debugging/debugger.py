@@ -1,6 +1,6 @@
 """Stops at a breakpoint: waits for a debugger, pdb over a Unix socket or debugpy on a port.
 
-`python -m ludus.core.debugger SOCKET` connects the terminal to a waiting pdb.
+`python -m ludus.core.debugging.debugger SOCKET` connects the terminal to a waiting pdb.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ludus.core.breaks import FOLDER, TAGS, in_an_editor, let_go, report, waits
+from ludus.core.debugging.breaks import FOLDER, TAGS, in_an_editor, let_go, report, waits
 
 DEBUGGER = "LUDUS_DEBUGGER"
 """Environment variable: pdb or debugpy; default: pdb."""
@@ -132,7 +132,7 @@ def _accept(where: str) -> socket.socket | None:
             return None
         listening.listen(1)
         python = "python" if shutil.which("python") == sys.executable else sys.executable
-        announce(f"{where} waits:\n  {python} -m ludus.core.debugger {path}")
+        announce(f"{where} waits:\n  {python} -m ludus.core.debugging.debugger {path}")
         attached = _wait_until(lambda: _is_readable(listening), where)
         with contextlib.suppress(OSError):  # the command has removed its folder
             os.unlink(path)
@@ -229,7 +229,7 @@ class SocketPdb(pdb.Pdb):
 def main() -> int:
     """Connect the terminal to a waiting pdb."""
     if len(sys.argv) != 2:
-        print("usage: python -m ludus.core.debugger SOCKET", file=sys.stderr)
+        print("usage: python -m ludus.core.debugging.debugger SOCKET", file=sys.stderr)
         return 2
     with socket.socket(socket.AF_UNIX) as connection:
         try:

@@ -15,10 +15,10 @@ import pytest
 from debug_client import DebugClient
 
 import ludus
-from ludus.core import debugger
-from ludus.core.breakpoints import HERE, breakpoint_at
-from ludus.core.breaks import EVENTS, FOLDER, TAGS, WAITING, let_go
-from ludus.core.debugger import DEBUGGER
+from ludus.core.debugging import debugger
+from ludus.core.debugging.breakpoints import HERE, breakpoint_at
+from ludus.core.debugging.breaks import EVENTS, FOLDER, TAGS, WAITING, let_go
+from ludus.core.debugging.debugger import DEBUGGER
 
 PROGRAM = """
 import os, sys, threading
@@ -88,7 +88,7 @@ def socket_of(process: subprocess.Popen[str]) -> str:
 
 def client(socket: str, commands: str) -> str:
     """Connect the client to a waiting pdb; returns what it printed."""
-    command = [sys.executable, "-m", "ludus.core.debugger", socket]
+    command = [sys.executable, "-m", "ludus.core.debugging.debugger", socket]
     done = subprocess.run(command, input=commands, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -108,7 +108,8 @@ def test_a_breakpoint_that_is_off_does_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 def test_it_loads_no_debugger() -> None:
     code = "import ludus, sys; ludus.breakpoint_at('x')\n"
-    code += "assert not {'pdb', 'debugpy', 'asyncio', 'ludus.core.debugger'} & set(sys.modules)"
+    absent = {"pdb", "debugpy", "asyncio", "ludus.core.debugging.debugger"}
+    code += f"assert not {absent} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -199,7 +200,7 @@ def test_letting_go_ends_a_session(program, command: Path, monkeypatch: pytest.M
     process = program(**{FOLDER: str(command)})
     while not (sockets := list(command.glob("*.sock"))):
         assert process.poll() is None
-    argv = [sys.executable, "-m", "ludus.core.debugger", str(sockets[0])]
+    argv = [sys.executable, "-m", "ludus.core.debugging.debugger", str(sockets[0])]
     with subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as attached:
@@ -244,7 +245,7 @@ def test_the_client_names_an_absent_socket(tmp_path: Path) -> None:
         ([], 2, "usage"),
         ([str(tmp_path / "none")], 1, "no breakpoint waits"),
     ):
-        command = [sys.executable, "-m", "ludus.core.debugger", *argv]
+        command = [sys.executable, "-m", "ludus.core.debugging.debugger", *argv]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == code
         assert said in done.stderr

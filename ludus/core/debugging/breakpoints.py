@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ludus.core.breaks import TAGS, in_an_editor, report
+from ludus.core.debugging.breaks import TAGS, in_an_editor, report
 
 HERE = "LUDUS_BREAK_HERE"
 """Environment variable with the pid of the process whose terminal pdb uses."""
@@ -43,7 +43,7 @@ def breakpoint_at(tag: str) -> None:
 
         pdb.Pdb().set_trace(frame)
         return
-    from ludus.core.debugger import stop
+    from ludus.core.debugging.debugger import stop
 
     stop(tag, frame)
 

@@ -1,4 +1,6 @@
-"""Runs a program that ends with its parent: `python -m ludus.core.with_parent PARENT PROGRAM...`.
+"""Runs a program that ends with its parent.
+
+    python -m ludus.core.system.with_parent PARENT PROGRAM...
 
 The program takes this process's place (exec) and gets SIGTERM when the parent's thread that
 started it ends, also where the parent is killed (Linux; elsewhere it only ends as told).

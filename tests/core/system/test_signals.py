@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from ludus.core import signals
-from ludus.core.signals import (
+from ludus.core.system import signals
+from ludus.core.system.signals import (
     HungUp,
     Terminated,
     ctrl_c_kept_from_children,
@@ -283,7 +283,7 @@ def test_nohup_is_respected() -> None:
 
 CLOSED_TERMINAL = """
 import fcntl, sys, termios, time
-from ludus.core.signals import HungUp, handling, raise_stop
+from ludus.core.system.signals import HungUp, handling, raise_stop
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 try:
     with handling(raise_stop):
@@ -311,7 +311,7 @@ def test_what_follows_a_closed_terminal_may_print(tmp_path: Path) -> None:
 
 LEFT_SLOWLY = """
 import atexit, signal
-from ludus.core.signals import leave
+from ludus.core.system.signals import leave
 atexit.register(signal.raise_signal, signal.SIGINT)
 leave(130)
 """

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ludus.core import processes
-from ludus.core.processes import (
+from ludus.core.system import processes
+from ludus.core.system.processes import (
     MARK,
     Process,
     descendants,
@@ -169,7 +169,9 @@ def test_a_machine_without_proc_knows_no_process(monkeypatch, tmp_path: Path) ->
 
 def test_a_program_ends_with_its_parent(start) -> None:
     """The parent is killed, so that it cannot end the program itself."""
-    wrapped = "[sys.executable, '-m', 'ludus.core.with_parent', str(os.getpid()), 'sleep', '600']"
+    wrapped = (
+        "[sys.executable, '-m', 'ludus.core.system.with_parent', str(os.getpid()), 'sleep', '600']"
+    )
     code = f"import os, subprocess, sys, time\np = subprocess.Popen({wrapped})\n"
     code += "print(p.pid, flush=True)\ntime.sleep(600)"
     child = start([sys.executable, "-c", code])
@@ -180,6 +182,6 @@ def test_a_program_ends_with_its_parent(start) -> None:
 
 
 def test_a_program_whose_parent_is_gone_does_not_start() -> None:
-    command = [sys.executable, "-m", "ludus.core.with_parent", "1", "echo", "started"]
+    command = [sys.executable, "-m", "ludus.core.system.with_parent", "1", "echo", "started"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ludus.core.errors import ConfigError, LudusError
-from ludus.core.forked import MAX_NOISE, Died, Ended, Tell, in_child
+from ludus.core.system.forked import MAX_NOISE, Died, Ended, Tell, in_child
 
 
 def tried(work: object) -> tuple[Ended, list[str], bytes]:

@@ -1,0 +1,1 @@
+"""Breakpoints in user code, and the programs that attach to them."""
