@@ -34,7 +34,8 @@ from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.models.samplers.base import Completion, SamplingParams
 from ludus.rollout.hosts.threads import EnvThread
-from ludus.rollout.sessions.agent_session import AgentRenderers, AgentSession
+from ludus.rollout.sessions.agent_session import AgentSession
+from ludus.rollout.sessions.call_options import AgentRenderers
 from ludus.rollout.workflow import Model
 from ludus.services.gateway.gateway import HttpGateway
 

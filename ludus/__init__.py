@@ -22,7 +22,7 @@ _EXPORTS = {
     "Message": "ludus.core.types",
     "Model": "ludus.rollout.workflow",
     "Observation": "ludus.core.types",
-    "Outcome": "ludus.rollout.workflow",
+    "Outcome": "ludus.rollout.outcome",
     "RunConfig": "ludus.config.schema",
     "Segment": "ludus.core.types",
     "Spec": "ludus.core.types",
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from ludus.judges.remote.client import EvaluationClient as EvaluationClient
     from ludus.rollout.agent_env import AgentEnv as AgentEnv
     from ludus.rollout.agent_tools import AgentTools as AgentTools
+    from ludus.rollout.outcome import Outcome as Outcome
     from ludus.rollout.workflow import Model as Model
-    from ludus.rollout.workflow import Outcome as Outcome
 
 __all__ = [*sorted(_EXPORTS), "__version__"]
 

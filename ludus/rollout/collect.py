@@ -23,7 +23,8 @@ from ludus.rollout.hosts.processes import RolloutProcesses, episodes_of
 from ludus.rollout.hosts.threads import EnvThread, run_pool
 from ludus.rollout.markers import MarkerSession
 from ludus.rollout.roles import Player, Role, cast, new_trajectory
-from ludus.rollout.sessions.agent_session import MAX_CALLS, AgentRenderers, AgentSession, Gateway
+from ludus.rollout.sessions.agent_session import MAX_CALLS, AgentSession, Gateway
+from ludus.rollout.sessions.call_options import AgentRenderers
 from ludus.rollout.sessions.endpoint_session import EndpointSession
 from ludus.rollout.sessions.session import TextSession, TokenSession, TurnSession
 from ludus.rollout.tool_use import EpisodeTools, RunTools, argument_of, shortened_to_tokens

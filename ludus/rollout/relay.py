@@ -21,8 +21,9 @@ from pydantic import Field
 from ludus.core.errors import ContextOverflow, EnvError
 from ludus.core.types import Message, Task
 from ludus.rollout.agent_env import AgentEnv
-from ludus.rollout.sessions.agent_session import CallRefused
-from ludus.rollout.workflow import Model, Outcome
+from ludus.rollout.outcome import Outcome
+from ludus.rollout.sessions.call_options import CallRefused
+from ludus.rollout.workflow import Model
 
 
 async def relay(

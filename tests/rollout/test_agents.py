@@ -17,8 +17,10 @@ from test_episode import check_rows
 
 from ludus.core.errors import ContextOverflow, EnvError
 from ludus.core.types import Message, Spec, Status, Task, ToolCall, Trajectory
-from ludus.rollout.sessions.agent_session import AgentSession, CallRefused
-from ludus.rollout.workflow import Agent, Outcome
+from ludus.rollout.outcome import Outcome
+from ludus.rollout.sessions.agent_session import AgentSession
+from ludus.rollout.sessions.call_options import CallRefused
+from ludus.rollout.workflow import Agent
 from ludus.train.samples import rows
 from ludus.train.tree import grow
 

@@ -11,8 +11,9 @@ from rollout_world import Scripted, World
 from test_agents import collector
 
 from ludus.core.types import WITHOUT_TURN, Group, Spec, Status, Trajectory, by_role
+from ludus.rollout.outcome import Outcome
 from ludus.rollout.roles import Player, Role
-from ludus.rollout.workflow import Agent, Outcome
+from ludus.rollout.workflow import Agent
 from ludus.train import ALGORITHMS
 from ludus.train.samples import to_samples
 

@@ -20,9 +20,9 @@ from ludus.loop.loop import credit_by_role
 from ludus.loop.metrics import role_metrics
 from ludus.models.endpoint.client import Reply
 from ludus.models.samplers.base import Completion
+from ludus.rollout.outcome import Outcome
 from ludus.rollout.roles import Player, Role
 from ludus.rollout.roles import cast as drawn
-from ludus.rollout.workflow import Outcome
 from ludus.services.gateway.gateway import HttpGateway
 from ludus.train import ALGORITHMS
 from ludus.train.samples import rows, to_samples

@@ -25,7 +25,8 @@ from ludus.core.types import Task
 from ludus.rollout.command.base import MAX_OUTCOME_BYTES, OUTCOME_FILE, Ended, Program, Run
 from ludus.rollout.command.local import LocalProgram
 from ludus.rollout.command.sandboxed import SandboxedProgram
-from ludus.rollout.workflow import Model, Outcome
+from ludus.rollout.outcome import Outcome
+from ludus.rollout.workflow import Model
 from ludus.sandbox.languages import PATH
 
 NUM_LINES, NUM_CHARACTERS = 8, 1000

@@ -11,14 +11,12 @@ from ludus.core.errors import ConfigError
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Message, ToolSpec, Trajectory
 from ludus.models.samplers.base import Completion, SamplingParams
-from ludus.rollout.sessions.agent_session import (
+from ludus.rollout.sessions.agent_session import MAX_CALLS, AgentSession, Gateway
+from ludus.rollout.sessions.call_options import (
     DEFAULT,
-    MAX_CALLS,
     AgentRenderers,
-    AgentSession,
     CallOptions,
     CallReply,
-    Gateway,
     shortened,
 )
 from ludus.rollout.sessions.calls import Place

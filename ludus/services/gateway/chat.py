@@ -15,7 +15,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field
 
-from ludus.rollout.sessions.agent_session import AgentSession, CallOptions, CallReply
+from ludus.rollout.sessions.agent_session import AgentSession
+from ludus.rollout.sessions.call_options import CallOptions, CallReply
 from ludus.services.gateway.common import (
     answered,
     call,

@@ -22,7 +22,8 @@ from ludus.core.errors import (
     did_you_mean,
 )
 from ludus.core.types import Message, ToolSpec
-from ludus.rollout.sessions.agent_session import AgentSession, CallOptions, CallRefused, CallReply
+from ludus.rollout.sessions.agent_session import AgentSession
+from ludus.rollout.sessions.call_options import CallOptions, CallRefused, CallReply
 from ludus.rollout.workflow import MODEL_NAME
 from ludus.services.gateway.sessions import Sessions
 from ludus.services.model.requests import UNSUPPORTED, ApiError

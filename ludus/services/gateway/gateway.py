@@ -22,7 +22,8 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ludus.rollout.sessions.agent_session import Address, AgentSession
+from ludus.rollout.sessions.agent_session import AgentSession
+from ludus.rollout.sessions.call_options import Address
 from ludus.services.gateway.api import gateway_app
 from ludus.services.gateway.sessions import Sessions
 from ludus.services.server.connections import ConnectionLimits

@@ -16,7 +16,8 @@ from fastapi.responses import JSONResponse, Response
 
 from ludus.core.types import Message, ToolSpec
 from ludus.models.chat.renderer import Renderer
-from ludus.rollout.sessions.agent_session import AgentSession, CallOptions, CallReply
+from ludus.rollout.sessions.agent_session import AgentSession
+from ludus.rollout.sessions.call_options import CallOptions, CallReply
 from ludus.services.gateway.common import (
     TOO_LONG,
     answered,

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from ludus.core.types import Message
 from ludus.models.chat.renderer import Renderer
-from ludus.rollout.sessions.agent_session import CallOptions, CallReply
+from ludus.rollout.sessions.call_options import CallOptions, CallReply
 from ludus.services.gateway.common import (
     answered,
     call,

@@ -14,7 +14,8 @@ from rollout_world import Scripted, World
 
 from ludus.config.schema import RolloutConfig
 from ludus.core.types import Trajectory
-from ludus.rollout.sessions.agent_session import AgentRenderers, AgentSession
+from ludus.rollout.sessions.agent_session import AgentSession
+from ludus.rollout.sessions.call_options import AgentRenderers
 from ludus.services.gateway.api import gateway_app
 from ludus.services.gateway.sessions import Sessions
 
