@@ -236,7 +236,7 @@ async def _sft(
 ) -> None:
     """Continue SFT from `step` until its measured end, or the time is over."""
     of_recipe = (run_.config.sft and run_.config.sft.until) or SFTUntilConfig()
-    settings, metrics = _measurable(of_recipe, run_.config), _Metrics()
+    settings, metrics = measurable(of_recipe, run_.config), _Metrics()
     while True:
         started = time.perf_counter()
         _, result = await sft_end.measure(run_, settings, step)
@@ -253,7 +253,7 @@ async def _sft(
         step += more
 
 
-def _measurable(until: SFTUntilConfig, config: RunConfig) -> SFTUntilConfig:
+def measurable(until: SFTUntilConfig, config: RunConfig) -> SFTUntilConfig:
     """The same measurement with so few tasks that the trial can wait for it; at least 8."""
     turns = config.rollout.max_turns
     longest = until.samples_per_task * (turns if isinstance(turns, int) else 1)
@@ -272,7 +272,7 @@ async def _rl(
     """Play groups at each temperature, then time RL, whose episodes will have about `turns`."""
     rl = run_.config.rl
     assert rl is not None
-    number = FEW_GROUPS if slow else _affordable(trial, run_.config, NUM_GROUPS)
+    number = FEW_GROUPS if slow else affordable(trial, run_.config, NUM_GROUPS)
     tasks = sft_end.unseen(run_, number)
     for temperature in TEMPERATURES[:1] if slow else TEMPERATURES:
         collector = run_.collector.with_config("trial", temperature=temperature)
@@ -288,7 +288,7 @@ async def _rl(
         )
         if time.perf_counter() > until:
             break  # the time of all trials is over
-    number = rl.groups_per_step if slow else _affordable(trial, run_.config, rl.groups_per_step)
+    number = rl.groups_per_step if slow else affordable(trial, run_.config, rl.groups_per_step)
     smaller = rl.model_copy(update={"groups_per_step": number})
     timed = replace(run_, config=run_.config.model_copy(update={"rl": smaller}))
     stage, metrics = rl_stage(timed), _Metrics()
@@ -300,7 +300,7 @@ async def _rl(
     trial.eval_s *= trial.growth
 
 
-def _affordable(trial: Trial, config: RunConfig, most: int) -> int:
+def affordable(trial: Trial, config: RunConfig, most: int) -> int:
     """Groups that are played in about GROUPS_S by the measurement of SFT's end; at least 8, or half
     of them where 8 take LONG_S."""
     assert config.rl is not None

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from ludus.config.schema import RunConfig
+from ludus.config.training import SFTUntilConfig
 from ludus.core.errors import ConfigError
 from ludus.core.types import Group, Message, Spec, Status, Task
 from ludus.data.conversations import Conversation
@@ -72,3 +73,18 @@ def test_episodes_cut_by_a_turn_without_an_end_count_as_those_of_later_steps() -
     assert of(*endless) == 8.4 * 2 / 3
     assert of(*ended, *endless) == (15 + 16.8) / 18
     assert of() == 1.0
+
+
+@pytest.mark.parametrize(("max_turns", "num_tasks"), [(1, 32), (100, 32), (250, 16), (500, 8)])
+def test_a_measurement_of_long_episodes_plays_fewer(max_turns: int, num_tasks: int) -> None:
+    config = recipe(64)
+    rollout = config.rollout.model_copy(update={"max_turns": max_turns})
+    until = trials.measurable(SFTUntilConfig(), config.model_copy(update={"rollout": rollout}))
+    assert (until.num_tasks, until.samples_per_task) == (num_tasks, 4)
+
+
+@pytest.mark.parametrize(("eval_s", "groups"), [(1.0, 32), (40.0, 8), (128.0, 4)])
+def test_groups_of_slow_episodes_are_few(eval_s: float, groups: int) -> None:
+    """`eval_s` of 128 episodes; a group has 8."""
+    config = recipe(64)
+    assert trials.affordable(Trial(eval_s=eval_s), config, 32) == groups
