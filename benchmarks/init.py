@@ -111,6 +111,7 @@ def run(name: str, seed: int, minutes: float, folder: Path) -> dict[str, Any]:
         result["target_kl"] = config.rl.optimizer.target_kl if config.rl else None
         result["optimizer"] = config.sft.optimizer.name if config.sft else "-"
     result["load"] = os.getloadavg()[2]
+    result["cpu"] = machine(1)["cpu"]
     kept.write_text(json.dumps(result))
     return result
 
@@ -145,7 +146,7 @@ def risen(result: dict[str, Any]) -> str:
 
 
 def where(result: dict[str, Any]) -> str:
-    return f"{result['minutes']:g}, {result['cores']}, {result['load']:.0f}"
+    return f"{result['minutes']:g}, {result['cores']} {result['cpu']}, {result['load']:.0f}"
 
 
 def row(key: str, result: dict[str, Any]) -> list[str]:
@@ -190,11 +191,10 @@ def main() -> None:
         "# `ludus init` and its recipe, unchanged\n\n"
         "Written by `benchmarks/init.py`. Each row: `ludus init` with nothing but the environment "
         "and its level, and `ludus train` of the recipe that it wrote. "
-        f"{facts['cores']} cores of {facts['cpu']}, Python {facts['python']}, torch "
-        f"{facts['torch']}; each row tells the minutes that the recipe was for, the "
-        "cores that it had, and the load of the machine in its last quarter of an hour. Success on "
-        "held-out tasks, greedy, with 95 % intervals. Rows of one core had half of the processor "
-        "time that the goal allows (10 minutes on two cores). Observations: "
+        f"Python {facts['python']}, torch {facts['torch']}; each row tells the minutes that the "
+        "recipe was for, the cores that it had, and the load of the machine in its last quarter of "
+        "an hour. Success on held-out tasks, greedy, with 95 % intervals. Rows of one core had "
+        "half of the processor time that the goal allows (10 minutes on two cores). Observations: "
         "`sft.observation_weight` of the recipe; rows with 0, and rows with adamw, are of earlier "
         "recipes of `init`.\n\n"
         + table(head, [row(key, result) for key, result in sorted(results.items())])
