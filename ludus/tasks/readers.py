@@ -270,6 +270,10 @@ def read_env(
         ) from None
 
 
+class NoHeldoutTask(DataError):
+    """Training has all tasks that an environment makes."""
+
+
 def _made(maker: TaskMaker, tier: str | None, seed: int) -> Task:
     """Returns the task of a tier and a seed. Errors: ConfigError for something else."""
     task: Any = maker.task(tier, seed)
@@ -296,10 +300,13 @@ def _further(maker: TaskMaker, tier: str | None, seed: int, taken: Taken) -> tup
             "the seed changes into Task.data, from which `reset` takes it; of an environment with "
             "one task only, `tasks.allow_overlap: true` evaluates on it"
         )
-    raise DataError(
-        f"tier {tier}: training has the tasks of {_MAX_TRIES} seeds in a row, {seed} to "
-        f"{seed + _MAX_TRIES - 1}, so no held-out task is left: give `tasks.train` fewer tasks of "
-        "this tier, hold out another tier, or set `tasks.allow_overlap: true`"
+    of_tier = f"tier {tier}: " if tier else ""
+    raise NoHeldoutTask(
+        f"{of_tier}training has the tasks of {_MAX_TRIES} seeds in a row, {seed} to "
+        f"{seed + _MAX_TRIES - 1}, so no held-out task is left: give `tasks.train` fewer tasks"
+        f"{' of this tier, hold out another tier,' if tier else ','} or set `tasks.allow_overlap: "
+        "true`; if different tasks open alike, override the environment's `world`, so that it "
+        "names what differs"
     )
 
 

@@ -177,7 +177,7 @@ def _calibrate(
     distinct = total(tiers, subject)
     most = choices.MOST_HELDOUT if model is None else choices.NUM_HELDOUT
     config = with_tasks(config, subject, distinct, reset_s, most)
-    config, splits = with_splits(config)
+    config, splits = with_splits(config, subject)
     config, lengths = with_lengths(config, subject, expert.turns, shown, searches)
     say(
         f"tokens: prompts to {lengths.prompt_max}, turns {lengths.turn_mean:.1f} to "

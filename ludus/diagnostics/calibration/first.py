@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ludus.config.schema import RunConfig
-from ludus.core.errors import DataError
+from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Spec
 from ludus.data.conversations import Conversation
 from ludus.data.splits import Splits, read_splits
@@ -16,6 +16,7 @@ from ludus.diagnostics.calibration import choices, tokens
 from ludus.diagnostics.calibration.pretrained import device
 from ludus.diagnostics.calibration.subject import Subject, config_tasks
 from ludus.diagnostics.calibration.warnings import FEW
+from ludus.tasks.readers import NoHeldoutTask
 
 TOKENIZERS = (
     (Spec(name="bytes"), 256.0),
@@ -160,14 +161,24 @@ def with_tasks(
     return config.model_copy(update={"tasks": config_tasks(subject, num_train, num_heldout)})
 
 
-def with_splits(config: RunConfig) -> tuple[RunConfig, Splits]:
-    """The configuration with so few training tasks that held-out tasks are left."""
+def with_splits(config: RunConfig, subject: Subject) -> tuple[RunConfig, Splits]:
+    """The configuration with so few training tasks that held-out tasks are left.
+
+    Errors: ConfigError, DataError.
+    """
     while True:
         try:
             return config, read_splits(config)
-        except DataError:
+        except DataError as error:
             train = config.tasks.train
             number = int(train.args.get("num_tasks", 0)) // 2
+            if number < 8 and isinstance(error, NoHeldoutTask):
+                raise ConfigError(
+                    f"{subject.given}: its seeds open too few different worlds to hold any out, by "
+                    "the opening observations. If tasks that open alike differ, override `world`, "
+                    "so that it names what differs (docs/tasks.md, Splits), or leave out "
+                    "`cheap_reset`; else let the seed change more"
+                ) from error
             if number < 8:
                 raise
             smaller = train.model_copy(update={"args": {**train.args, "num_tasks": number}})

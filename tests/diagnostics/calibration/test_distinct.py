@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from ludus.core.errors import ConfigError
 from ludus.core.system.signals import run
 from ludus.core.types import Spec
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import distinct
 from ludus.diagnostics.calibration.distinct import MANY, by_tier, num_distinct, total, undeclared
 from ludus.diagnostics.calibration.episodes import play_again
-from ludus.diagnostics.calibration.first import base, with_tasks, without_small_tiers
+from ludus.diagnostics.calibration.first import base, with_splits, with_tasks, without_small_tiers
 from ludus.diagnostics.calibration.subject import environment
 from ludus.envs import ENVS
 
@@ -169,3 +170,12 @@ class Levels(Env):
     def task(cls, tier, seed):
         return Task(id=f"{tier}-{seed}", data={"seed": seed}, tier=tier)
 """
+
+
+def test_worlds_that_open_alike_are_told_with_their_cure(tmp_path: Path) -> None:
+    path = tmp_path / "alike.py"
+    path.write_text(f"{ENV}\nclass Alike(Few):\n    cheap_reset = True\n")
+    subject = environment(f"{path}:Alike", {"worlds": 3}, None)
+    config = with_tasks(base(subject, 0, None, None, shows=True), subject, 3.0, 0.0)
+    with pytest.raises(ConfigError, match=r"alike.py:Alike: its seeds .* override `world`"):
+        with_splits(config, subject)

@@ -96,7 +96,7 @@ def _calibrate(
     known = subject.tasks.tasks or subject.tasks.take(NUM_HELDOUT, 0)
     distinct, reset_s = num_distinct(subject.tasks, known)
     config = with_tasks(config, subject.tasks, distinct, reset_s)
-    config, splits = with_splits(config)
+    config, splits = with_splits(config, subject.tasks)
     train = TaskList(splits.train[:NUM_HELDOUT])
     say(f"the agent plays with {model} for at most {PLAY_S:.0f} s")
     play = run(play_agent(config, tokenizer, train, folder, PLAY_S))
