@@ -29,3 +29,13 @@ def test_an_import_is_light(module, also_without):
     code = f"import sys, {module}; print([name for name in {names!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "module", ["ludus.pipeline.launch", "ludus.diagnostics.calibration.calibrate"]
+)
+def test_peft_is_loaded_by_models_with_adapters_alone(module: str) -> None:
+    """With bitsandbytes and torch's compiler, it takes as long as half of all that is needed."""
+    code = f"import sys, {module}; print('peft' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

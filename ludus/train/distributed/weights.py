@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from ludus.core.errors import ConfigError
@@ -59,6 +58,8 @@ def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _delta(module: Any, name: str) -> Tensor:
     """The sum of a linear layer's adapters: scale B A, as peft merges them."""
+    from peft.tuners.lora import Linear as LoraLinear  # takes seconds; a model without has none
+
     if not isinstance(module, LoraLinear) or module.fan_in_fan_out:
         raise ConfigError(
             f"model.lora.targets: the adapter of {name} ({type(module).__name__}) cannot be merged "
