@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, pstdev
 from tempfile import TemporaryDirectory
@@ -70,8 +71,11 @@ NUM_REPEATED, REPEAT_S = 8, 4.0
 NUM_EPISODES = 6000
 """Most episodes of the expert during calibration."""
 
-NUM_MEASURED = 1600
-"""Most of them that are measured in tokens."""
+NUM_MEASURED, LEAST_MEASURED = 1600, 64
+"""Most of them that are measured in tokens, and the least, however long they are."""
+
+MEASURED_CHARACTERS = 2_000_000
+"""Characters of theirs: a million take about 7 s."""
 
 TRIAL_TOKENS = 500_000
 """Tokens of the episodes that the trial of SFT has: with few, it would learn them by heart."""
@@ -161,9 +165,7 @@ def _calibrate(
     if not good and model is None:
         raise ConfigError(no_demonstration(subject, expert))
     config = base(subject, seed, model, data_file, shows=bool(good))
-    shown = (
-        conversations_of(config, good[:NUM_MEASURED], tasks) if good else openings(config, tasks)
-    )
+    shown = conversations_of(config, measured(good), tasks) if good else openings(config, tasks)
     half = max(len(shown) // 2, 1)
     config, vocabulary, unknown = tokenizer_for(config, shown[:half], shown[half:])
     if model is None:
@@ -271,6 +273,13 @@ def of_trial(config: RunConfig, trial: Trial, kind: str) -> Iterator[str]:
         yield from foretold.of_trial(trial, config.sft.steps, config.sft.until.success, kind)
         if (rl := config.rl) is not None:
             yield from foretold.of_episodes(rl.steps * rl.groups_per_step * rl.group_size)
+
+
+def measured(good: Sequence[Demonstration]) -> Sequence[Demonstration]:
+    """The demonstrations that are split into tokens: fewer of long ones."""
+    sizes = (sum(len(m.content) for m in d.messages) for d in good)
+    within = sum(total <= MEASURED_CHARACTERS for total in accumulate(sizes))
+    return good[: min(max(within, LEAST_MEASURED), NUM_MEASURED)]
 
 
 def conversations_of(

@@ -10,7 +10,8 @@ import pytest
 from ludus.core.errors import ConfigError
 from ludus.core.system.signals import run
 from ludus.core.types import Message, Spec, Task
-from ludus.diagnostics.calibration.calibrate import refuse_long, repeated
+from ludus.data.expert import Demonstration
+from ludus.diagnostics.calibration.calibrate import measured, refuse_long, repeated
 from ludus.diagnostics.calibration.episodes import (
     Expert,
     play_again,
@@ -196,3 +197,15 @@ def test_openings_far_beyond_the_context_are_refused(tmp_path: Path) -> None:
     subject = open_subject(f"{tmp_path}/own.py:Speaks", {}, None)
     with pytest.raises(ConfigError, match=r"the shortest of 4 has 250,000 characters"):
         refuse_long(subject)
+
+
+@pytest.mark.parametrize(("characters", "number"), [(10, 1600), (5_000, 400), (100_000, 64)])
+def test_of_long_episodes_fewer_are_split_into_tokens(characters: int, number: int) -> None:
+    messages = [
+        Message(role="user", content="x" * (characters - 2)),
+        Message(role="assistant", content="go"),
+    ]
+    shown = Demonstration(
+        task_id="1", tier=None, messages=messages, reward=1.0, success=True, num_turns=1
+    )
+    assert len(measured([shown] * 2000)) == number
