@@ -48,9 +48,8 @@ NOTES = """
   numbers were held out, too few to tell a gain (`init` now holds out two fifths, and says so). With
   50 held out (seed 1 with observations), RL learns the training numbers by heart: `init` foretells
   it, and the run tells it.
-- chain_sum 2: one run of an earlier recipe had rows of 20.7 % (18.3 to 23.3) and 21.8 % (19.4 to
-  24.4) with 1,150 RL steps; the one here had no `target_kl`, which was set because of it
-  (docs/log.md).
+- chain_sum 2: does not rise in the present recipe either (22.4 to 22.1 % in 540 steps); `init`
+  foretold it, and so did the run. Earlier recipes gave 20.7 to 21.8 % and 21.5 to 18.8 %.
 - Unlock 0: on one core, so the recipe took 2.7 times its minutes; its expert needs 94 turns on
   average, and nothing was learned, as foretold.
 - GoToObjMaze 0: other work ran beside it, and the recipe took three times its minutes: an episode
@@ -59,13 +58,12 @@ NOTES = """
   11 it went from 42.3 to 40.8 %.
 - coin with adamw: of the held-out tasks only 250 differed (TextWorldExpress has 1,000 games a
   level), so the intervals are too narrow. `init` now holds out the games of `coin/test`.
-- PickupLoc 0, coin 0, number_sorting 0, letter_counting 0 and Unlock 0 are of the present recipe
-  (small steps of SFT, `target_kl`), on a machine whose two cores multiplied at 81 to 124 GF/s
-  (about 190 elsewhere): RL of PickupLoc has 3,200 episodes, of coin 1,280, and `init` warned of
-  that. An earlier PickupLoc 0 rose from 23.9 to 39.3 % in 40 steps;
-  how many episodes these had was not kept.
-- coin 0: 33.6 % after 450 small steps of SFT (0.5 million tokens); with 8 demonstrations a step it
-  had 29.7 %.
+- PickupLoc 0, 1, 2, coin 0 and chain_sum 2 (Intel Xeon, 288 GF/s on two cores), and number_sorting
+  0, letter_counting 0 and Unlock 0 (81 to 124 GF/s) are of the present recipe (small steps of SFT,
+  `target_kl`). On a machine of 95 GF/s, RL of PickupLoc 0 had 3,200 episodes and went from 23.4 to
+  24.5 %, that of coin 0 1,280 and went from 33.6 to 28.6 %; `init` warned of both.
+- coin 0: the machine's speed varied by 2 within the run, so it took 13.6 minutes. Sampled in place
+  of greedy, the same games give 41.9 % after SFT and 45.3 % after RL (docs/log.md).
 - chain_sum 0 with observations: other work ran beside it, and it stood still for about 4 of its
   minutes.
 """
