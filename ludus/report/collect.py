@@ -47,7 +47,7 @@ def report(folder: RunFolder, store: RunStore) -> Path:
         evaluations=evaluations,
         evaluated_at=_evaluated_at(folder, lines),
         evaluated_note=_evaluated_note(config),
-        findings=diagnose(config, lines).findings,
+        findings=diagnose(config, lines, folder.id).findings,
         comparison=comparison,
         uncompared=uncompared,
         rollouts=_rollouts(folder, store),

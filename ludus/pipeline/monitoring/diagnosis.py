@@ -30,12 +30,12 @@ class Doctor:
 
     def __init__(self, config: RunConfig, folder: RunFolder, note: Callable[[str], None]) -> None:
         self._config, self._folder, self._note = config, folder, note
-        self._diagnosis = Diagnosis(config)
+        self._diagnosis = Diagnosis(config, folder.id)
 
     def restore(self, lines: Iterable[Line]) -> None:
         """Begin with the steps that a resumed run keeps; their findings are not told again."""
         read_findings(self._folder.findings, self._note)
-        self._diagnosis = diagnose(self._config, lines)
+        self._diagnosis = diagnose(self._config, lines, self._folder.id)
         self._write()
 
     def step(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:

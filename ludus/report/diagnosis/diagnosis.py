@@ -31,6 +31,7 @@ RL: dict[str, Check] = {
     "unknown": rollouts.unknown_tokens,
     "excluded": rollouts.excluded,
     "decline": learning.decline,
+    "narrow": learning.narrows,
     "flat": learning.flat,
     "drift": learning.drift,
     "gradient": learning.gradient_jump,
@@ -52,8 +53,9 @@ COVERED = {
     "sharp": ("reach",),
     "entropy": ("fall",),
     "decline": ("fall", "noise"),
+    "narrow": ("fall", "length", "turns", "reach", "signal", "entropy", "noise", "decline"),
     "evaluation": ("memory",),
-    "flat": ("fall", "length", "turns", "reach", "signal", "noise", "decline"),
+    "flat": ("fall", "length", "turns", "reach", "signal", "noise", "decline", "narrow"),
 }
 """Kinds that other kinds explain: not told while one of those is present."""
 
@@ -83,11 +85,11 @@ WATCHED = (
 
 
 class Diagnosis:
-    """Reads a run's metrics in order; `findings` are those told so far."""
+    """Reads a run's metrics in order; `findings` are those told so far, with commands for `run`."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, run: str = "RUN") -> None:
         self.findings: list[Finding] = []
-        self._config = config
+        self._config, self._run = config, run
         self._histories: dict[str, History] = {}
 
     def step(self, stage: str, step: int, metrics: Mapping[str, float]) -> list[Finding]:
@@ -110,7 +112,7 @@ class Diagnosis:
                 continue
             present[kind] = found.level
             if found.level > self._told(stage, kind):
-                advice = found.advice
+                advice = found.advice.replace(" RUN`", f" {self._run}`")
                 others = any(f.lasting and f.kind != kind for f in (*self.findings, *new))
                 if kind in AFTER_OTHERS and others:
                     advice = f"See the other findings; else {advice[0].lower()}{advice[1:]}"
@@ -134,9 +136,9 @@ class Diagnosis:
                 self.findings[index] = replace(finding, lasting=lasting)
 
 
-def diagnose(config: RunConfig, lines: Iterable[Line]) -> Diagnosis:
+def diagnose(config: RunConfig, lines: Iterable[Line], run: str = "RUN") -> Diagnosis:
     """Returns the diagnosis after all lines of a run's metrics."""
-    diagnosis = Diagnosis(config)
+    diagnosis = Diagnosis(config, run)
     for line in lines:
         diagnosis.step(line.stage, line.step, line.metrics)
     return diagnosis

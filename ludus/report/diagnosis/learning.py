@@ -41,6 +41,13 @@ FALL_ERRORS = 5.0
 """Standard errors by which success falls suddenly. A group counts as one observation, of the
 largest variance; the best of many spans of steps is above the mean by chance, hence 5."""
 
+NARROWER = 0.15
+"""Rise of the share of groups without a success, from the first steps to the last, above which the
+policy has narrowed, where success did not rise."""
+
+NARROWER_ERRORS = 4.0
+"""The same in standard errors of the difference."""
+
 TRAINED = "rl/success"
 """Success of the training episodes of the last WINDOW steps, beside an evaluation's metrics."""
 
@@ -205,6 +212,37 @@ def flat(history: History, config: RunConfig) -> Found | None:
     )
 
 
+def narrows(history: History, config: RunConfig) -> Found | None:
+    """Fewer groups have a success, and success does not rise: the policy keeps to one way."""
+    rl = config.rl
+    if rl is None or history.num_steps < 2 * WINDOW or history.last("tasks/tier"):
+        return None
+    failed = history.first("rollout/groups_failed", WINDOW), history.last("rollout/groups_failed")
+    success = history.first("rollout/success", WINDOW), history.last("rollout/success")
+    if min(map(len, (*failed, *success))) < WINDOW:
+        return None
+    (before, now), (start, end) = map(mean, failed), map(mean, success)
+    error = math.sqrt(0.5 / (WINDOW * rl.groups_per_step))  # at most
+    if now - before < max(NARROWER, NARROWER_ERRORS * error) or end > start + 0.05:
+        return None
+    return Found(
+        1 + (now - before > 2 * NARROWER),
+        f"the policy narrows: {percent(1 - before)} of the groups had a success in the first "
+        f"{WINDOW} steps, {percent(1 - now)} in the last {WINDOW}, and of the episodes "
+        f"{percent(start)} and {percent(end)}",
+        _calmest(config),
+    )
+
+
+def _calmest(config: RunConfig) -> str:
+    """Ways to a policy that goes on to try others."""
+    ways = [f"lower `rl.optimizer.lr` (now {_lr(config)})"]
+    ways.append(f"raise `rollout.temperature` (now {config.rollout.temperature:g})")
+    if config.rl is not None and not config.rl.algorithm.args.get("entropy_bonus"):
+        ways.append("give `rl.algorithm` an `entropy_bonus`")
+    return _sentence(f"{', or '.join(ways)}; or use more demonstrations and easier tiers first")
+
+
 def sudden_fall(history: History, config: RunConfig) -> Found | None:
     """The success of the last steps is far below the best before: the policy broke."""
     name = "rollout/success"
@@ -326,7 +364,7 @@ def no_gain(history: History, config: RunConfig) -> Found | None:
         return Found(
             2,
             f"success on held-out tasks is below its start: {told}",
-            "Use the checkpoint that `ludus checkpoint list` marks as best; for RL that raises "
+            "Use the checkpoint that `ludus checkpoint list RUN` marks as best; for RL that raises "
             f"success, lower `rl.optimizer.lr` (now {_lr(config)}), or give a step more episodes "
             "(`rl.groups_per_step`)",
         )

@@ -100,6 +100,12 @@ FAULTS: dict[str, tuple[Change, str, int, list[str]]] = {
     "entropy": (lambda step: {"train/entropy": 0.4 * 0.8**step, "rollout/success": 0.5,
                 "rollout/reward": 0.4, "rollout/groups_with_signal": 0.3}, "rl step 20", 21,
                 ["the entropy fell from", "no longer explores", "entropy_bonus"]),
+    "narrow": (lambda step: {"rollout/groups_failed": 0.3 if step < 15 else 0.58,
+               "rollout/groups_with_signal": 0.65 if step < 15 else 0.25, "rollout/success": 0.25,
+               "rollout/reward": 0.25}, "rl step 20", 40,
+               ["70 % of the groups had a success in the first 10 steps, 53 % in the last 10",
+                "of the episodes 25 % and 25 %", "rl.optimizer.lr` (now 0.0003)",
+                "raise `rollout.temperature` (now 1.2)"]),
     "noise": (lambda step: {"train/entropy": 0.4 * 1.08**step, "rollout/success": 0.1 if step < 15
               else 0.05, "rollout/reward": 0.1 if step < 15 else 0.05}, "rl step 24", 30,
               ["the entropy rose from 0.58 nats", "to 1.8, and success went from 10 % in the "
