@@ -148,6 +148,12 @@ class Registry(Generic[T]):
         except ValidationError as error:
             prefix = "" if where else f"{self.kind} {spec.name!r}: "
             lines = [prefix + text for _, text in explain(error, schema, place, noun="an argument")]
+            missing = any(each["type"] == "missing" for each in error.errors())
+            if missing and self.needs and inspect.isfunction(self.load(spec.name)):
+                lines.append(
+                    f"{spec.name} is a function: its parameters are arguments of the recipe, and "
+                    f"it returns a {self.kind}, an object with {' and '.join(self.needs)}"
+                )
             raise ConfigError("\n".join(lines)) from None
         return {key: getattr(parsed, key) for key in parsed.model_fields_set}
 

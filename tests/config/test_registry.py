@@ -229,3 +229,11 @@ def test_what_gives_no_plug_in_is_refused(name: str, said: str) -> None:
 
 def own_class() -> type[Walk]:
     return Walk
+
+
+def test_a_function_in_place_of_a_judge_is_told_what_a_judge_is(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("def reward(task, trajectory):\n    return 1.0\n")
+    with pytest.raises(ConfigError, match=r"reward is a function: .* returns a judge") as caught:
+        JUDGES.check(Spec(name=f"{path}:reward"), "judge")
+    assert "judge.args.task is required" in str(caught.value)

@@ -14,8 +14,9 @@ import io
 import math
 import random
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 
 from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, counted
 from ludus.core.modules import told
@@ -45,6 +46,9 @@ RUBBISH = {
 """Malformed actions. An environment must answer each and raise on none."""
 
 STOPPED = "; the remaining checks did not run"
+
+NUM_SPOILT = 4
+"""Different actions of the expert, by their first words, that are spoilt."""
 
 LARGE = 100_000
 """Characters of the messages of one call that are told."""
@@ -248,10 +252,11 @@ async def _expert(subject: Subject, player: Player) -> None:
 async def _rubbish(subject: Subject, player: Player) -> None:
     failed: dict[str, list[str]] = {}
     env: Env | None = None
-    for number, (name, action) in enumerate(RUBBISH.items()):
+    actions = RUBBISH if player.slow else RUBBISH | spoilt(chain(*subject.played.values()))
+    for number, (name, action) in enumerate(actions.items()):
         if not player.fits(1):
-            left = len(RUBBISH) - number
-            player.left_out.append(f"{left} of {counted(len(RUBBISH), 'malformed action')}")
+            left = len(actions) - number
+            player.left_out.append(f"{left} of {counted(len(actions), 'malformed action')}")
             break
         if env is None:
             env = await player.new()
@@ -273,6 +278,22 @@ async def _rubbish(subject: Subject, player: Player) -> None:
         others = f" (so did {counted(len(names) - 1, 'other action')})" if names[1:] else ""
         text = f"{names[0]} raised {reason}{others}; answer the model with a message instead"
         subject.error("rubbish", text)
+
+
+def spoilt(actions: Iterable[str]) -> dict[str, Message]:
+    """The expert's actions as a model gets them wrong: without their last word, with another one,
+    with a number that is too large, and with a word too many."""
+    known = dict.fromkeys(action for action in actions if len(action) <= 80 and action.split())
+    by_verb = {action.split()[0]: action.split() for action in reversed(known)}
+    texts: list[str] = []
+    for words in list(by_verb.values())[:NUM_SPOILT]:
+        wrong = [words[:-1], [*words[:-1], "abc"], [*words[:-1], "9" * 20]] if words[1:] else []
+        texts += [" ".join(each) for each in (*wrong, [*words, "abc"])]
+    return {
+        f"the action {text!r:.60}": Message(role="assistant", content=text)
+        for text in texts
+        if text not in known
+    }
 
 
 async def _tools(subject: Subject, player: Player) -> None:

@@ -424,3 +424,23 @@ async def test_large_messages_are_told() -> None:
 
     [size] = [f for f in await check_env(Speaks, num_tasks=1) if f.check == "size"]
     assert "reset returned messages of 250,000 characters" in size.detail
+
+
+async def test_the_expert_s_actions_are_spoilt_too() -> None:
+    """No word of RUBBISH begins as an action does, so a parser of its own form is not reached."""
+
+    class Parses(faulty.Digit):
+        async def step(self, action: Message) -> StepResult:
+            words = action.content.split()
+            if words[:1] == ["say"]:
+                int(words[1])
+                action = Message(role="assistant", content=words[1])
+            return await super().step(action)
+
+        def expert_action(self) -> str:
+            return f"say {super().expert_action()}"
+
+    found = [str(finding) for finding in await check_env(Parses)]
+    assert len(found) == 2, found
+    assert "error: rubbish: the action 'say' raised IndexError" in found[0]
+    assert "error: rubbish: the action 'say abc' raised ValueError" in found[1]
