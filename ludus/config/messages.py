@@ -257,7 +257,9 @@ def type_at(model: Any, path: PathKey) -> Type | None:
 def _line(item: ErrorDetails, path: PathKey, model: Any, place: str, noun: str) -> str:
     where, at = dotted(path, place), type_at(model, path)
     if item["type"] == "extra_forbidden":
-        return f"{where} is not {noun}{_nearest_key(path, model, place)}"
+        takes_none = isinstance(model, type) and not getattr(model, "model_fields", True)
+        hint = "; it takes none" if takes_none else _nearest_key(path, model, place)
+        return f"{where} is not {noun}{hint}"
     if item["type"] == "missing":
         words = at.words() if at else ANYTHING
         return f"{where} is required" + ("" if words == ANYTHING else f": {words}")

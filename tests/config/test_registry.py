@@ -237,3 +237,10 @@ def test_a_function_in_place_of_a_judge_is_told_what_a_judge_is(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"reward is a function: .* returns a judge") as caught:
         JUDGES.check(Spec(name=f"{path}:reward"), "judge")
     assert "judge.args.task is required" in str(caught.value)
+
+
+def test_an_argument_of_a_plug_in_without_any(tmp_path: Path) -> None:
+    path = tmp_path / "plain.py"
+    path.write_text("class Plain:\n    pass\n")
+    with pytest.raises(ConfigError, match=r"env\.args\.size is not an argument; it takes none$"):
+        ENVS.check(Spec(name=f"{path}:Plain", args={"size": 3}), "env")
