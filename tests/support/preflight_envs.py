@@ -108,3 +108,10 @@ class Judge:
             case "constant":
                 return Score(value=0.5)
         return Score(value=float(len(trajectory.segments[-1].message.content)))  # type: ignore[union-attr]
+
+
+class SyncJudge:
+    """A judge whose `__call__` is not async."""
+
+    def __call__(self, task: Task, trajectory: Trajectory) -> Score:
+        return Score(value=1.0)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ludus.config.schema import RunConfig
-from ludus.core.errors import LudusError, Unscorable, described
+from ludus.core.errors import LudusError, Unscorable
+from ludus.core.modules import told
 from ludus.core.types import Message, Score, Spec, Task, Trajectory
 from ludus.judges import JUDGES
 from ludus.judges.base import Judge, close_all
@@ -97,12 +99,13 @@ async def _try(
             trajectory = Trajectory("preflight/e000", "preflight", task.id)
             replay([*opening, turn], renderers.of(task), trajectory)
             try:
-                scores.append(_value(await judge(task.model_copy(deep=True), trajectory)))
+                asked = judge(task.model_copy(deep=True), trajectory)
+                scores.append(_value(await _awaitable(asked)))
             except LudusError as error:
                 trials.errors.append((task, str(error)))
                 break
             except (Exception, SystemExit) as error:
-                trials.errors.append((task, f"it raised {described(error)}"))
+                trials.errors.append((task, f"it raised {told(error)}"))
                 break
             if len(scores) > 1 and scores[-1] != scores[0]:
                 break
@@ -112,6 +115,17 @@ async def _try(
             continue
         if len(scores) > 1:
             trials.scores.append((scores[0], scores[-1]))
+
+
+def _awaitable(asked: Any) -> Awaitable[Any]:
+    """Errors: Unscorable for the result of a judge that is not async."""
+    if not inspect.isawaitable(asked):
+        raise Unscorable(
+            f"its `__call__` is not async (it returned {type(asked).__name__}): write `async def "
+            "__call__`"
+        )
+    awaited: Awaitable[Any] = asked
+    return awaited
 
 
 def _value(score: Any) -> float:

@@ -313,7 +313,11 @@ def test_an_environment_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("judge", "said"),
     [
-        ({"fault": "raises"}, "made-up episode of each of 4 tasks: it raised KeyError: 'verdict'"),
+        (
+            {"fault": "raises"},
+            "made-up episode of each of 4 tasks: it raised KeyError: 'verdict' "
+            "[preflight_envs.py, line 98]",
+        ),
         ({"fault": "nan"}, "it has to return a Score with a finite value"),
         ({"fault": "none"}, "it returned None; it has to return a Score"),
     ],
@@ -322,6 +326,11 @@ def test_a_judge_without_a_score(tmp_path: Path, judge: dict[str, Any], said: st
     message = refused(judged(tmp_path, {"name": f"{ENVS}:Judge", "args": judge}))
     assert message.startswith("judge: ")
     assert said in message
+
+
+def test_a_judge_that_is_not_async(tmp_path: Path) -> None:
+    message = refused(judged(tmp_path, {"name": f"{ENVS}:SyncJudge"}))
+    assert "its `__call__` is not async (it returned Score): write `async def __call__`" in message
 
 
 def test_a_judge_without_answers(tmp_path: Path) -> None:
