@@ -51,7 +51,7 @@ def sockets(process: Process, count: int) -> list[str]:
     paths: list[str] = []
     while len(paths) < count:
         process.until("ludus.core.debugging.debugger")
-        paths = re.findall(r"ludus\.core\.debugger (\S+)\n", process.stderr.read_text())
+        paths = re.findall(r"ludus\.core\.debugging\.debugger (\S+)\n", process.stderr.read_text())
         time.sleep(0.01)
     return paths
 
