@@ -257,9 +257,7 @@ def type_at(model: Any, path: PathKey) -> Type | None:
 def _line(item: ErrorDetails, path: PathKey, model: Any, place: str, noun: str) -> str:
     where, at = dotted(path, place), type_at(model, path)
     if item["type"] == "extra_forbidden":
-        takes_none = isinstance(model, type) and not getattr(model, "model_fields", True)
-        hint = "; it takes none" if takes_none else _nearest_key(path, model, place)
-        return f"{where} is not {noun}{hint}"
+        return f"{where} is not {noun}{_nearest_key(path, model, place)}"
     if item["type"] == "missing":
         words = at.words() if at else ANYTHING
         return f"{where} is required" + ("" if words == ANYTHING else f": {words}")
@@ -281,11 +279,13 @@ def _line(item: ErrorDetails, path: PathKey, model: Any, place: str, noun: str) 
 
 def _nearest_key(path: PathKey, model: Any, place: str) -> str:
     """The nearest key of the same section, else the same key of another section, else where to
-    look for an argument of a plug-in."""
+    look for an argument of a plug-in; of a section without keys, that it has none."""
     section = type_at(model, path[:-1])
     branches = section.branches() if section else []
     owners = [owner for branch in branches if (owner := branch.model())]
     keys = list(owners[0].model_fields) if len(owners) == 1 else []
+    if len(owners) == 1 and not keys:
+        return "; it takes none"
     name = str(path[-1])
     parent = dotted(path[:-1], place)
     hint = did_you_mean(name, keys, f"{parent}.{{}}" if parent else "{}")

@@ -63,6 +63,10 @@ class Registry(Generic[T]):
         self._rows = dict(rows)
         self._schemas: dict[Callable[..., T], type[BaseModel]] = {}
 
+    @property
+    def _a_plug_in(self) -> str:
+        return f"{'an' if self.kind[0] in 'aeiou' else 'a'} {self.kind}"
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
@@ -152,7 +156,7 @@ class Registry(Generic[T]):
             if missing and self.needs and inspect.isfunction(self.load(spec.name)):
                 lines.append(
                     f"{spec.name} is a function: its parameters are arguments of the recipe, and "
-                    f"it returns a {self.kind}, an object with {' and '.join(self.needs)}"
+                    f"it returns {self._a_plug_in}, an object with {' and '.join(self.needs)}"
                 )
             raise ConfigError("\n".join(lines)) from None
         return {key: getattr(parsed, key) for key in parsed.model_fields_set}
@@ -190,9 +194,8 @@ class Registry(Generic[T]):
         if absent or (self.needs and inspect.isclass(built)):
             what = f"the class {built.__name__}" if inspect.isclass(built) else f"{built!r:.80}"
             lacks = f" (it has no `{absent[0]}`)" if absent else ""
-            article = "an" if self.kind[0] in "aeiou" else "a"
             raise ConfigError(
-                f"{where or self.kind}: {spec.name!r} gives {what}, not {article} {self.kind}"
+                f"{where or self.kind}: {spec.name!r} gives {what}, not {self._a_plug_in}"
                 f"{lacks}: name a class, or a function that returns one"
             )
         return built

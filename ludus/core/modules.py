@@ -93,6 +93,12 @@ def told(error: BaseException, longest: int = 10_000) -> str:
     return f"{message[:longest]}{where}"
 
 
+def not_async(whose: str, method: str, result: object) -> str:
+    """Returns what to do about a method that should be async, by its result."""
+    returned = type(result).__name__
+    return f"{whose} is not async (it returned {returned}): write `async def {method}`"
+
+
 def own_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Returns the innermost frame of a user's code; None where ludus or a package called none."""
     frames = reversed(traceback.extract_tb(error.__traceback__))

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
+from ludus.core.modules import not_async
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
 
 T = TypeVar("T")
@@ -65,10 +66,7 @@ async def awaited(name: str, result: Awaitable[T]) -> T:
     """Returns the awaited result of a method. Errors: EnvError where the method is not async, or
     constructs a result with a wrong field."""
     if not inspect.isawaitable(result):
-        raise EnvError(
-            f"the environment's {name} is not async (it returned {type(result).__name__}): write "
-            f"`async def {name}`"
-        )
+        raise EnvError(not_async(f"the environment's {name}", name, result))
     try:
         return await result
     except ValidationError as error:

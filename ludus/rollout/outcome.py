@@ -1,4 +1,4 @@
-"""What an agent returns at the end of its episode, and the rewards that follow."""
+"""Outcomes: the result that an agent returns, and the rewards that follow."""
 
 from __future__ import annotations
 

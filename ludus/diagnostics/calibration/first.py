@@ -172,15 +172,15 @@ def with_splits(config: RunConfig, subject: Subject) -> tuple[RunConfig, Splits]
         except DataError as error:
             train = config.tasks.train
             number = int(train.args.get("num_tasks", 0)) // 2
-            if number < 8 and isinstance(error, NoHeldoutTask):
+            if number < 8:
+                if not isinstance(error, NoHeldoutTask):
+                    raise
                 raise ConfigError(
                     f"{subject.given}: its seeds open too few different worlds to hold any out, by "
                     "the opening observations. If tasks that open alike differ, override `world`, "
                     "so that it names what differs (docs/tasks.md, Splits), or leave out "
                     "`cheap_reset`; else let the seed change more"
                 ) from error
-            if number < 8:
-                raise
             smaller = train.model_copy(update={"args": {**train.args, "num_tasks": number}})
             tasks = config.tasks.model_copy(update={"train": smaller})
             config = config.model_copy(update={"tasks": tasks})

@@ -30,7 +30,8 @@ SLOW_EPISODES = 10
 """Episodes of the checks of one task, about."""
 
 NUM_MALFORMED = 7
-"""Malformed actions that are tried, each in an episode of its own."""
+"""Malformed actions that are tried, each in an episode of its own; the expert's spoilt ones, which
+fast environments get too, are not counted."""
 
 FAST_STEP_S = 2e-4
 """Seconds of a step below which a thread for it costs more than the step."""

@@ -1,1 +1,1 @@
-"""What watches a run: progress, budget, notifications, diagnosis, and the watchdog."""
+"""The watch over a run: progress, budget, notifications, diagnosis, and the watchdog."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import LudusError, Unscorable
-from ludus.core.modules import told
+from ludus.core.modules import not_async, told
 from ludus.core.types import Message, Score, Spec, Task, Trajectory
 from ludus.judges import JUDGES
 from ludus.judges.base import Judge, close_all
@@ -120,10 +120,7 @@ async def _try(
 def _awaitable(asked: Any) -> Awaitable[Any]:
     """Errors: Unscorable for the result of a judge that is not async."""
     if not inspect.isawaitable(asked):
-        raise Unscorable(
-            f"its `__call__` is not async (it returned {type(asked).__name__}): write `async def "
-            "__call__`"
-        )
+        raise Unscorable(not_async("its `__call__`", "__call__", asked))
     awaited: Awaitable[Any] = asked
     return awaited
 

@@ -48,6 +48,9 @@ policy has narrowed, where success did not rise."""
 NARROWER_ERRORS = 4.0
 """The same in standard errors of the difference."""
 
+NARROWER_GAIN = 0.05
+"""Rise of success above which a policy that narrows gains by it."""
+
 TRAINED = "rl/success"
 """Success of the training episodes of the last WINDOW steps, beside an evaluation's metrics."""
 
@@ -223,18 +226,18 @@ def narrows(history: History, config: RunConfig) -> Found | None:
         return None
     (before, now), (start, end) = map(mean, failed), map(mean, success)
     error = math.sqrt(0.5 / (WINDOW * rl.groups_per_step))  # at most
-    if now - before < max(NARROWER, NARROWER_ERRORS * error) or end > start + 0.05:
+    if now - before < max(NARROWER, NARROWER_ERRORS * error) or end > start + NARROWER_GAIN:
         return None
     return Found(
         1 + (now - before > 2 * NARROWER),
         f"the policy narrows: {percent(1 - before)} of the groups had a success in the first "
         f"{WINDOW} steps, {percent(1 - now)} in the last {WINDOW}, and of the episodes "
         f"{percent(start)} and {percent(end)}",
-        _calmest(config),
+        _wider(config),
     )
 
 
-def _calmest(config: RunConfig) -> str:
+def _wider(config: RunConfig) -> str:
     """Ways to a policy that goes on to try others."""
     ways = [f"lower `rl.optimizer.lr` (now {_lr(config)})"]
     ways.append(f"raise `rollout.temperature` (now {config.rollout.temperature:g})")

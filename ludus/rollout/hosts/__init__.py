@@ -1,1 +1,1 @@
-"""Where environments run: deadlines, worker threads, processes; and the watch over blocking."""
+"""Hosts of environments: deadlines, worker threads, processes; and the watch over blocking."""
