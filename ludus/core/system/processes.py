@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -133,6 +134,16 @@ def end(
         for handle in handles:
             os.close(handle)
     return [process for process in handles.values() if is_alive(process)]
+
+
+def terminate(process: subprocess.Popen[Any], seconds: float) -> None:
+    """End a child: SIGTERM, and SIGKILL where it is alive after `seconds`. Idempotent."""
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _wait(handles: Iterable[int], seconds: float) -> None:

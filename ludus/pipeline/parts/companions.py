@@ -22,7 +22,7 @@ from urllib.parse import quote, urlsplit
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, did_you_mean
 from ludus.core.modules import require
-from ludus.core.system.processes import started
+from ludus.core.system.processes import started, terminate
 from ludus.core.types import Spec, Task
 from ludus.rollout.collect import Collector
 from ludus.store.folders import RunFolder
@@ -188,12 +188,7 @@ class Companion:
 
     def stop(self) -> None:
         """End it."""
-        self._process.terminate()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        terminate(self._process, END_S)
 
 
 def _answers(url: str) -> bool:

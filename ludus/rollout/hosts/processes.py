@@ -32,6 +32,7 @@ from typing import Any
 
 from ludus.config.schema import RolloutConfig, RunConfig
 from ludus.core.errors import described
+from ludus.core.system.processes import terminate
 from ludus.core.types import Group, Task, Trajectory
 from ludus.rollout.hosts.threads import WorkerThread
 from ludus.telemetry.logs import get_logger
@@ -192,12 +193,7 @@ class RolloutProcess:
 
     def close(self) -> None:
         """End the process; it may be playing. Idempotent."""
-        self._process.terminate()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        terminate(self._process, END_S)
         with suppress(OSError):
             self._connection.close()
 
