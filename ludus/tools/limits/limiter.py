@@ -17,7 +17,8 @@ front of it). Waiters are served first come, first served:
 A waiter holds no lock and no reservation: it asks again when its turn is near, and every few
 seconds before that, so the store knows that it lives. Where a waiter does not come, those behind
 it move up after ABSENT_S; if it does come later, it still has its ticket's place. So a killed
-process costs at most the permits that it already had.
+process costs at most the permits that it already had. A store grants permits 20 ms early (Redis:
+50 ms): waiters whose permits fall within that time may change places.
 """
 
 from __future__ import annotations
