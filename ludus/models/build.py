@@ -27,6 +27,7 @@ from ludus.core.errors import CheckpointError, ConfigError, LudusError, did_you_
 from ludus.core.modules import require
 from ludus.models import ARCHITECTURES
 from ludus.models.chat.tokenizers import load_error
+from ludus.models.induction import check_induction_heads, set_induction_heads
 from ludus.models.progress_bars import no_progress_bars
 from ludus.models.quantisation import keep_packing, loading, unpacked_copy
 from ludus.models.vocabulary import Vocabulary
@@ -45,6 +46,10 @@ InitRange = Annotated[
     float | None,
     Field(gt=0, description="Standard deviation of initial weights; null: hidden_size ** -0.5."),
 ]
+InductionHeads = Annotated[
+    bool,
+    Field(description="Begin with heads that look words up in the prompt."),
+]
 
 
 def _architecture(config_class: type[PreTrainedConfig], doc: str) -> Callable[..., object]:
@@ -62,13 +67,14 @@ def _architecture(config_class: type[PreTrainedConfig], doc: str) -> Callable[..
         tie_embeddings: TieEmbeddings = True,
         rope_theta: RopeTheta = 10_000.0,
         init_range: InitRange = None,
+        induction_heads: InductionHeads = False,
     ) -> PreTrainedConfig:
         if num_heads % num_kv_heads:
             raise ConfigError(
                 f"model.architecture.args.num_kv_heads: {num_kv_heads} does not divide "
                 f"num_heads, {num_heads}"
             )
-        return config_class(
+        shape = config_class(
             vocab_size=vocab_size,
             max_position_embeddings=context_length,
             hidden_size=hidden_size,
@@ -83,7 +89,11 @@ def _architecture(config_class: type[PreTrainedConfig], doc: str) -> Callable[..
             # trains on a plateau for hundreds of steps with it (numbers: docs/log.md).
             initializer_range=init_range or hidden_size**-0.5,
             attention_dropout=0.0,
+            **({"induction_heads": True} if induction_heads else {}),
         )
+        if induction_heads:
+            check_induction_heads(shape)
+        return shape
 
     build.__doc__ = doc
     return build
@@ -205,6 +215,8 @@ def _from_scratch(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> Pr
     try:
         _check_memory(_on_meta(shape))
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+        if getattr(shape, "induction_heads", False):
+            set_induction_heads(model)
     except (RuntimeError, OverflowError) as error:  # a size that torch cannot represent or allocate
         raise ConfigError(
             f"model.architecture.args: torch cannot build the model: {_line(error)}"

@@ -56,7 +56,7 @@ def base(
         "model": {"path": model, "device": device(), "context_length": 4096}
         if model
         else {
-            "architecture": {"name": "qwen3"},
+            "architecture": {"name": "qwen3", "args": {"induction_heads": True}},
             "tokenizer": {"name": "words"},
             "chat_template": "plain",
             "context_length": 4096,
