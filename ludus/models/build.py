@@ -47,8 +47,7 @@ InitRange = Annotated[
     Field(gt=0, description="Standard deviation of initial weights; null: hidden_size ** -0.5."),
 ]
 InductionHeads = Annotated[
-    bool,
-    Field(description="Begin with heads that look words up in the prompt."),
+    bool, Field(description="Begin with heads that look words up in the prompt.")
 ]
 
 
