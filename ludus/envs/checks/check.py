@@ -166,6 +166,11 @@ UNITS = {"determinism": 1, "expert": 1, "rubbish": 1, "tools": 1, "life cycle": 
 UNITS |= {"independence": 3}
 """Episodes of a check of one task, where the environment is slow."""
 
+UNENDED = (
+    "; the step before it gave a reward and returned neither terminated nor truncated: if it ends "
+    "the episode, return terminated=True"
+)
+
 Check = Callable[[Subject, Player], Awaitable[None]]
 
 
@@ -174,12 +179,13 @@ async def _guarded(name: str, check: Check, subject: Subject, player: Player) ->
     if not player.fits(UNITS.get(name, 0), starts_s):
         player.left_out.append(name)
         return
+    player.unended = False
     try:
         await check(subject, player)
     except EpisodeTimeout:
         raise
     except Exception as error:
-        text = told(error, 200)
+        text = told(error, 200) + (UNENDED if player.unended else "")
         if name == "speed" and len(subject.first) < 2:
             raise _Unplayable(text) from error
         subject.error("episode" if name == "speed" else name, text)
@@ -201,6 +207,7 @@ async def _declarations(subject: Subject, player: Player) -> None:
 async def _expert(subject: Subject, player: Player) -> None:
     without: list[str] = []
     outside: list[str] = []
+    endless: list[str] = []
     outcomes: list[Outcome] = []
     for number, task in enumerate(subject.tasks):
         env = await player.new()
@@ -222,7 +229,7 @@ async def _expert(subject: Subject, player: Player) -> None:
             continue
         finally:
             await player.close_env(env)
-        if math.isfinite(total) and not low - 1e-9 <= total <= high + 1e-9:
+        if done and math.isfinite(total) and not low - 1e-9 <= total <= high + 1e-9:
             outside.append(
                 f"{task.id}: the reward {total:g} is outside of score_range {low:g} to {high:g}"
             )
@@ -231,8 +238,7 @@ async def _expert(subject: Subject, player: Player) -> None:
             subject.note("expert", f"{task.id}, played twice: {expert_change(before, actions)}")
         outcomes.append(Outcome(task, total, num_turns, size, env.max_turns, done))
         if not done:
-            text = f"{task.id}: the episode does not end in {player.max_turns} turns"
-            (subject.note if player.slow else subject.error)("expert", text)
+            endless.append(task.id)
         elif not scored:
             text = "no step gives a reward (it is None): a judge has to score the episodes"
             subject.note("rewards", text)
@@ -241,12 +247,22 @@ async def _expert(subject: Subject, player: Player) -> None:
             text = f"{task.id}: the expert lost, with a reward of {total:g} ({needed})"
             subject.note("expert", text)
     if outside:
-        others = f" (so it is in {counted(len(outside) - 1, 'other task')})" if outside[1:] else ""
-        text = f"{outside[0]}{others}: scale it, or set `score_range` in the class"
+        text = f"{outside[0]}{_others(outside)}: scale it, or set `score_range` in the class"
         subject.error("rewards", text)
+    if endless:
+        text = (
+            f"{endless[0]}: none of {counted(player.max_turns, 'step')} returned terminated or "
+            f"truncated{_others(endless)}: the step that ends the episode has to"
+        )
+        (subject.note if player.slow else subject.error)("expert", text)
     if without:
         subject.note("expert", f"there is none for {', '.join(without)}")
     await check_outcomes(subject, player, outcomes)
+
+
+def _others(found: Sequence[str]) -> str:
+    """How many tasks beside the first one have the same fault, in words."""
+    return f" (so it is in {counted(len(found) - 1, 'other task')})" if found[1:] else ""
 
 
 async def _rubbish(subject: Subject, player: Player) -> None:

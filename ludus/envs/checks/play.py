@@ -45,7 +45,8 @@ class Player:
     `max_turns` of an episode are played; fewer where the environment is `slow`: then `unit_s` are
     the seconds of an episode, and `left_s` those left for the checks. `call_s`: seconds of the
     newest call, in its thread. `left_out`: checks that would take too long.
-    `largest`: characters of the largest messages, by the call that returned them.
+    `largest`: characters of the largest messages, by the call that returned them. `unended`: a step
+    raised after one that gave a reward and did not end the episode.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class Player:
         self.max_turns, self.slow, self.call_s, self.unit_s = MAX_TURNS, False, 0.0, 0.0
         self.largest: dict[str, int] = {}
         self.left_out: list[str] = []
+        self.unended = False
+        self._rewarded: Env | None = None  # by its newest step, which did not end the episode
         self._begun = time.monotonic()
         self._process = os.getpid()
         self._forked = mmap.mmap(-1, 1)  # shared with processes that the environment forks
@@ -137,7 +140,12 @@ class Player:
 
     async def step(self, env: Env, action: Message) -> StepResult:
         """Step and check the answer. Errors: EnvError if it is not a StepResult."""
-        result: Any = await self.call("step", lambda: env.step(action))
+        rewarded, self._rewarded = self._rewarded, None
+        try:
+            result: Any = await self.call("step", lambda: env.step(action))
+        except Exception:
+            self.unended = rewarded is env
+            raise
         if not isinstance(result, StepResult):
             raise EnvError(f"step returned {kind(result)}, not a StepResult")
         if result.reward is not None and not math.isfinite(result.reward):
@@ -145,6 +153,8 @@ class Player:
         if not result.messages and not result.done:
             self.report("answers", "step returned no messages, though the episode continues")
         self._check_messages("step", result.messages)
+        if result.reward and not result.done:
+            self._rewarded = env
         return result
 
     async def expert(self, env: Env) -> str:

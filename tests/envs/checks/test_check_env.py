@@ -68,7 +68,7 @@ FAULTS: list[tuple[type[Env], str, str]] = [
     (faulty.NotDeterministic, "determinism", "the opening"),
     (faulty.SeedsTheWorld, "random state", "random"),
     (faulty.Shares, "independence", "beside other episodes"),
-    (faulty.GoesOn, "expert", "does not end"),
+    (faulty.GoesOn, "expert", "1,000 steps returned terminated or truncated (so it is in 5 other"),
     (faulty.PaysTooMuch, "rewards", "outside of score_range 0 to 1"),
     (faulty.ClosesOnce, "close", "the second close raised RuntimeError"),
     (faulty.Silent, "answers", "no messages"),
@@ -414,6 +414,18 @@ async def test_random_words_have_the_turns_of_an_episode() -> None:
 
     errors = [f for f in await check_env(Quarters) if f.severity == "error"]
     assert errors == []
+
+
+async def test_an_end_that_is_not_told_is_named() -> None:
+    """The class takes its episode for ended, and refuses the next step; nothing says why."""
+
+    class Forgets(faulty.Digit):
+        async def step(self, action: Message) -> StepResult:
+            return (await super().step(action)).model_copy(update={"terminated": False})
+
+    [found] = await check_env(Forgets)
+    assert "EnvError: call reset first" in found.detail
+    assert found.detail.endswith("if it ends the episode, return terminated=True")
 
 
 async def test_large_messages_are_told() -> None:
