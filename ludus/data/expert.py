@@ -97,7 +97,8 @@ async def run_expert(
                 for code in _codes(env):
                     messages += await blocks.played(code, task.id)
                     num_turns += 1
-            action = _to_message(env, expert_action(env), num_turns, format)
+            steps = _steps(env) if format == "plain" else ""
+            action = _to_message(env, steps + expert_action(env), num_turns, format)
             if rng.random() < mistakes and num_turns - 1 not in wrong:
                 text = mistaken(action.content, [m.content for m in messages], rng)
                 with suppress(LookupError, ValueError, TypeError):  # no tool call has this text
@@ -126,6 +127,14 @@ async def run_expert(
         num_turns=num_turns,
         mistakes=wrong,
     )
+
+
+def _steps(env: Env) -> str:
+    """What the expert writes before its next action. Errors: EnvError for no text."""
+    steps: Any = env.expert_steps()
+    if steps is not None and not isinstance(steps, str):
+        raise EnvError(f"expert_steps returned {steps!r:.80}; it has to return a text or None")
+    return f"{steps}\n" if steps else ""
 
 
 def _codes(env: Env) -> Sequence[str]:

@@ -323,6 +323,12 @@ class Env(ABC):
         """The next action of a scripted expert, which may use the full state. Errors: NoExpert."""
         raise NoExpert(f"{type(self).__name__} has no expert")
 
+    def expert_steps(self) -> str | None:
+        """What the expert writes before its next action, on lines of its own: how the action
+        follows. For demonstrations in the format `plain`; `step` then receives both. None: nothing.
+        """
+        return None
+
     def expert_code(self) -> str | Sequence[str] | None:
         """Code that the expert runs before its next action, for demonstrations in the format
         `code`: one block, or several that run in turn; None: none."""

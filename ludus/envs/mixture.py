@@ -120,6 +120,9 @@ class Mixture(Env):
             raise NoExpert("mixture: no episode is being played")
         return self._env.expert_action()
 
+    def expert_steps(self) -> str | None:
+        return self._playing().expert_steps()
+
     def expert_code(self) -> str | Sequence[str] | None:
         return self._playing().expert_code()
 

@@ -25,6 +25,7 @@ from ludus.core.types import Message, Observation, StepResult, Task
 from ludus.envs.actions import OneTool, tool_spec
 from ludus.envs.actions import answer as reply_to
 from ludus.envs.base import NoExpert
+from ludus.envs.reasoning_steps import STEPS
 
 NO_ANSWER = "its tasks have no reference answer"
 EXECUTES = "its verifier executes the answer as a program, without limits"
@@ -173,10 +174,17 @@ class Reasoning(OneTool):
         guide: Annotated[
             bool, Field(description="Open with instructions on the answer's format.")
         ] = False,
+        steps: Annotated[
+            bool,
+            Field(
+                description="The expert writes its steps before the answer of chain_sum and "
+                "letter_counting, in the format `plain`."
+            ),
+        ] = True,
     ) -> None:
         for name in level if isinstance(level, dict) else ():
             check_name(name)
-        self.level, self.guide = level, guide
+        self.level, self.guide, self.steps = level, guide, steps
         self._entry: dict[str, Any] | None = None
 
     async def reset(self, task: Task) -> Observation:
@@ -233,6 +241,11 @@ class Reasoning(OneTool):
         if self._entry is None:
             raise NoExpert("reasoning: no episode is being played")
         return f"<answer>{self._entry['answer']}</answer>"
+
+    def expert_steps(self) -> str | None:
+        if self._entry is None or not self.steps or self._name not in STEPS:
+            return None
+        return STEPS[self._name](self._entry["metadata"])
 
     def expert_code(self) -> str | None:
         if self._entry is None:

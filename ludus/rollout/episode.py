@@ -163,11 +163,19 @@ async def run_episode(thread: EnvThread, episode: Episode) -> None:
         episode.on_end(trajectory)
 
 
+MAX_REASONS = 10
+"""Reasons of retries that are counted, and told, each for itself."""
+
+
 def _tell_retry(retries: Counter[str], trajectory: Trajectory, attempt: int) -> None:
     """Log a retry. A fault of an agent or an environment is that of all its episodes: after three
-    times, one reason is told at the 10th, the 100th, and so on."""
+    times, one reason is told at the 10th, the 100th, and so on. Texts that differ in each episode
+    count as one reason from the 10th on."""
     status, error = trajectory.status.value, trajectory.error
-    retries[reason := f"{status} {error}"[:200]] += 1
+    reason = f"{status} {error}"[:200]
+    if reason not in retries and len(retries) >= MAX_REASONS:
+        reason = "others"
+    retries[reason] += 1
     num = retries[reason]
     if num <= 3 or str(num).strip("0") == "1":
         fields = {"attempt": attempt + 1, "status": status, "error": error}

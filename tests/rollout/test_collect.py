@@ -214,6 +214,16 @@ async def test_an_environment_that_cannot_be_made(world: World):
     assert groups[1].trajectories[0].status.trainable
 
 
+async def test_retries_whose_reasons_all_differ_are_not_told_each(
+    world: World, caplog: pytest.LogCaptureFixture
+):
+    unknown = [Spec(name=f"babyai{number}") for number in range(60)]
+    tasks = [task_of(i).model_copy(update={"env": spec}) for i, spec in enumerate(unknown)]
+    await collect(world, tasks, 1, max_retries=1)
+    told = [record for record in caplog.records if "retrying episode" in record.getMessage()]
+    assert len(told) == 10 + 3 + 1, "ten reasons, then three of the others, then their tenth"
+
+
 async def test_a_task_that_names_an_unknown_environment(world: World):
     tasks = [task_of(0).model_copy(update={"env": Spec(name="babyia")}), task_of(1)]
     groups = await collect(world, tasks, 1, max_retries=0)
