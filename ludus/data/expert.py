@@ -7,14 +7,14 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from ludus.config.schema import MarkersConfig
 from ludus.core.errors import EnvError, counted
 from ludus.core.types import Message, Task, ToolCall, Wire
-from ludus.envs.base import Env, awaited, expert_action, limits_of
+from ludus.envs.base import Env, awaited, expert_action, expert_steps, limits_of
 from ludus.rollout.hosts.host import check_opening, check_result, check_total
 from ludus.rollout.tool_use import argument_of
 from ludus.tools.toolbox import Toolbox
@@ -97,7 +97,7 @@ async def run_expert(
                 for code in _codes(env):
                     messages += await blocks.played(code, task.id)
                     num_turns += 1
-            steps = _steps(env) if format == "plain" else ""
+            steps = expert_steps(env) if format == "plain" else ""
             action = _to_message(env, steps + expert_action(env), num_turns, format)
             if rng.random() < mistakes and num_turns - 1 not in wrong:
                 text = mistaken(action.content, [m.content for m in messages], rng)
@@ -127,14 +127,6 @@ async def run_expert(
         num_turns=num_turns,
         mistakes=wrong,
     )
-
-
-def _steps(env: Env) -> str:
-    """What the expert writes before its next action. Errors: EnvError for no text."""
-    steps: Any = env.expert_steps()
-    if steps is not None and not isinstance(steps, str):
-        raise EnvError(f"expert_steps returned {steps!r:.80}; it has to return a text or None")
-    return f"{steps}\n" if steps else ""
 
 
 def _codes(env: Env) -> Sequence[str]:

@@ -208,6 +208,20 @@ def expert_action(env: Any) -> str:
     return action
 
 
+def expert_steps(env: Any) -> str:
+    """Returns what the expert writes before its action, with a line break; "" for nothing.
+
+    Errors: EnvError for anything else than a text or None.
+    """
+    steps: Any = env.expert_steps()
+    if steps is not None and not isinstance(steps, str):
+        if inspect.iscoroutine(steps):
+            steps.close()
+            raise EnvError("expert_steps is async: write `def expert_steps`")
+        raise EnvError(f"expert_steps returned {steps!r:.80}; it has to return a text or None")
+    return f"{steps}\n" if steps else ""
+
+
 class Env(ABC):
     """Base class of environments.
 

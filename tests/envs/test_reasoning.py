@@ -39,6 +39,43 @@ async def say(env: Reasoning, text: str) -> StepResult:
     return await env.step(Message(role="assistant", content=text))
 
 
+@pytest.mark.parametrize("seed", range(0, 400, 8))
+async def test_the_steps_of_a_sum_are_its_running_totals(seed: int) -> None:
+    env = await answering("chain_sum", seed)
+    steps = str(env.expert_steps()).splitlines()
+
+    def number(digits: str) -> int:
+        return int(digits.removesuffix("-")[::-1]) * (-1 if digits.endswith("-") else 1)
+
+    for line in steps:
+        before, sign, term, _, after = line.split(" ")
+        assert number(after) == number(before) + (1 if sign == "+" else -1) * number(term)
+    assert [line.split()[0] for line in steps[1:]] == [line.split()[-1] for line in steps[:-1]]
+    assert number(steps[-1].split()[-1]) == int(answer_in(env.expert_action()))
+
+
+@pytest.mark.parametrize("seed", range(0, 400, 8))
+async def test_the_steps_of_a_count_are_the_text_with_numbers(seed: int) -> None:
+    env = await answering("letter_counting", seed)
+    entry = env._entry or {}
+    letter, text = entry["metadata"]["target_letter"], " ".join(entry["metadata"]["span"])
+    steps, count = str(env.expert_steps()), 0
+    for character in text:
+        assert steps.startswith(character)
+        steps = steps[1:]
+        if character.lower() == letter:
+            count += 1
+            assert steps.startswith(str(count))
+            steps = steps.removeprefix(str(count))
+    assert (steps, str(count)) == ("", answer_in(env.expert_action()))
+
+
+async def test_steps_can_be_left_out_and_other_data_sets_have_none() -> None:
+    assert (await answering("chain_sum", 0, steps=False)).expert_steps() is None
+    assert (await answering("gcd", 0)).expert_steps() is None
+    assert Reasoning().expert_steps() is None
+
+
 SAMPLE = """
 import asyncio, hashlib, json, random
 from ludus.core.types import Message

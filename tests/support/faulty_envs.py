@@ -56,6 +56,17 @@ class Digit(Env):
         return Task(id=f"digit/{seed}", data={"seed": seed})
 
 
+class ShowsSteps(Digit):
+    """Without fault: the expert writes the number of its try on a line before its guess."""
+
+    async def step(self, action: Message) -> StepResult:
+        guess = action.content.rpartition("\n")[2]
+        return await super().step(Message(role="assistant", content=guess))
+
+    def expert_steps(self) -> str | None:
+        return f"try {self.tries + 1}" if self.tries else None
+
+
 class Praises(Digit):
     async def step(self, action: Message) -> StepResult:
         return StepResult(messages=user("well done"), reward="good")  # type: ignore[arg-type]

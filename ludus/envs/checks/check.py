@@ -218,12 +218,13 @@ async def _expert(subject: Subject, player: Player) -> None:
             opening = await player.reset(env, task)
             size = sum(len(message.content) for message in opening.messages)
             while not done and num_turns < player.max_turns:
-                action = await player.expert(env)
+                steps, action = await player.steps(env), await player.expert(env)
                 actions.append(action)
-                result = await player.step(env, Message(role="assistant", content=action))
+                text = steps + action  # as demonstrations have it
+                result = await player.step(env, Message(role="assistant", content=text))
                 total, done, num_turns = total + (result.reward or 0.0), result.done, num_turns + 1
                 scored |= result.reward is not None
-                size += len(action) + sum(len(message.content) for message in result.messages)
+                size += len(text) + sum(len(message.content) for message in result.messages)
         except NoExpert:
             without.append(task.id)
             continue

@@ -19,7 +19,15 @@ from ludus.core.modules import told
 from ludus.core.system.signals import ctrl_c_kept_from_children
 from ludus.core.types import Message, Observation, Spec, StepResult, Task
 from ludus.envs import ENVS
-from ludus.envs.base import PREPARE_S, Env, NoExpert, awaited, exit_error, expert_action
+from ludus.envs.base import (
+    PREPARE_S,
+    Env,
+    NoExpert,
+    awaited,
+    exit_error,
+    expert_action,
+    expert_steps,
+)
 
 T = TypeVar("T")
 
@@ -164,6 +172,14 @@ class Player:
             return expert_action(env)
 
         return await self.call("expert_action", ask)
+
+    async def steps(self, env: Env) -> str:
+        """What the expert writes before its action. Errors: EnvError for no text."""
+
+        async def ask() -> str:
+            return expert_steps(env)
+
+        return await self.call("expert_steps", ask)
 
     async def close_env(self, env: Env) -> None:
         """Close an environment; ignore its errors, which another check reports."""

@@ -81,13 +81,14 @@ class RemoteEnv(Env):
         self._session: Session | None = None
         self._playing = False
         self._texts: dict[str, str] = {}
+        self._expert: ExpertAction | None = None  # its next turn, where its steps were asked for
 
     async def reset(self, task: Task) -> Observation:
         own = task.source == "remote"
         episode = task.data if own else {"task": task.model_dump(mode="json", exclude_none=True)}
         deadline, lost = time.monotonic() + self.patience_s, 0
         fleet, key = self._place.fleet(), self._key(task)
-        self._playing = False
+        self._playing, self._expert = False, None
         while True:
             if self._session is None or not fleet.keeps(self._session):
                 await self.close()
@@ -105,7 +106,7 @@ class RemoteEnv(Env):
         return read(session.host.url, Observation, opening)
 
     async def step(self, action: Message) -> StepResult:
-        session = self._open_session
+        session, self._expert = self._open_session, None
         content = action.content[:LONGEST_ACTION]
         message = action.model_copy(update={"content": content})
         try:
@@ -163,13 +164,22 @@ class RemoteEnv(Env):
         at the step."""
         return self._texts.get(call.model_dump_json(), "")
 
+    def expert_steps(self) -> str | None:
+        self._expert = self._ask_expert()
+        return self._expert.steps or None
+
     def expert_action(self) -> str:
+        turn, self._expert = self._expert or self._ask_expert(), None
+        return turn.action
+
+    def _ask_expert(self) -> ExpertAction:
+        """The expert's turn. Errors: NoExpert."""
         if not self._playing or self._session is None:
             raise NoExpert("remote: no episode is being played")
         url, path = self._session.host.url, f"/sessions/{self._session.id}/expert"
         limit = self._schema.expert_deadline_s + EXPERT_SLACK_S
         try:
-            return ask(ExpertAction, url, "POST", path, {}, limit).action
+            return ask(ExpertAction, url, "POST", path, {}, limit)
         except NotFound as error:
             raise NoExpert(str(error)) from error
 

@@ -73,9 +73,10 @@ class SessionOpened(BaseModel):
 
 
 class ExpertAction(BaseModel):
-    """An expert's action."""
+    """An expert's action, and what it writes before it."""
 
     action: str
+    steps: str = ""
 
 
 class Gone(Exception):

@@ -145,7 +145,7 @@ class CallExecutor:
             task = call.task or session.served.task(call.tier, call.seed or 0)
             return await self.sessions.reset(session, task, own=own)
         if isinstance(call, Expert):
-            return Action(action=await self.sessions.expert(session))
+            return await self.sessions.expert(session)
         await self.sessions.leave(session)
         return Closed()
 

@@ -102,6 +102,9 @@ class IsolatedEnv(Env):
     def call_of(self, action: str) -> ToolCall:
         return cast(ToolCall, self._ask("call_of", action))
 
+    def expert_steps(self) -> str | None:
+        return cast(str | None, self._ask("expert_steps"))
+
     def expert_action(self) -> str:
         return cast(str, self._ask("expert_action"))
 

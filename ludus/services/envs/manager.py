@@ -26,7 +26,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from ludus.core.errors import EpisodeError, EpisodeTimeout, ToolError, Unscorable
 from ludus.core.types import Message, Observation, StepResult, Task
 from ludus.rollout.hosts.threads import Act, EnvThread
-from ludus.services.envs.session import ID_BITS, EnvSession, ServedEnv, parse_id
+from ludus.services.envs.session import ID_BITS, EnvSession, ExpertTurn, ServedEnv, parse_id
 from ludus.services.server.app import BUCKETS_S, ServiceError, Settings
 from ludus.services.server.drain import Drain
 from ludus.services.server.peers import Peers
@@ -188,7 +188,7 @@ class SessionManager:
             raise ServiceError(413, "action_too_long", f"an action may have {limit} characters")
         return await self._exclusive(session, "step", lambda: session.step(message))
 
-    async def expert(self, session: EnvSession) -> str:
+    async def expert(self, session: EnvSession) -> ExpertTurn:
         return await self._exclusive(session, "expert", session.expert)
 
     async def inspect(self, session: EnvSession, what: str) -> Any:

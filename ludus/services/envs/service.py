@@ -46,7 +46,7 @@ from ludus.services.envs.api import (
 )
 from ludus.services.envs.manager import SessionLimits, SessionManager
 from ludus.services.envs.routing import ROUTING
-from ludus.services.envs.session import EnvSchema, ServedEnv
+from ludus.services.envs.session import EnvSchema, ExpertTurn, ServedEnv
 from ludus.services.envs.websocket import add_socket
 from ludus.services.server.app import ERRORS, Settings, create_app, owner_of
 from ludus.services.server.auth import admin_token
@@ -236,9 +236,9 @@ def _add_session_routes(app: FastAPI, executor: CallExecutor) -> None:
         call = Step(session=session, action=body.action, message=body.message)
         return await answer(request, call)
 
-    @app.post("/sessions/{session}/expert", response_model=Action, **options)
+    @app.post("/sessions/{session}/expert", response_model=ExpertTurn, **options)
     async def expert(request: Request, session: SessionId) -> Response:
-        """The action of the environment's expert."""
+        """The action of the environment's expert, and the steps that it writes before it."""
         return await answer(request, Expert(session=session))
 
     @app.delete("/sessions/{session}", response_model=Closed, **options)

@@ -13,7 +13,7 @@ from typing import Any
 from ludus.core.errors import EnvLost, EpisodeError, EpisodeTimeout, LudusError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task, ToolCall, ToolSpec, Wire
 from ludus.envs import ENVS
-from ludus.envs.base import Env, NoExpert, limits_of
+from ludus.envs.base import Env, NoExpert, expert_action, expert_steps, limits_of
 from ludus.rollout.hosts.host import HostedEnv, LocalEnvs, has_prepare
 from ludus.rollout.hosts.threads import EnvThread, Overdue, T
 from ludus.services.envs.isolated import IsolatedEnv
@@ -29,6 +29,13 @@ class State(StrEnum):
     NEW = "new"
     PLAYING = "playing"
     OVER = "over"
+
+
+class ExpertTurn(Wire):
+    """The expert's action, and what it writes before it (`Env.expert_steps`)."""
+
+    action: str
+    steps: str = ""
 
 
 class EnvSchema(Wire):
@@ -207,14 +214,19 @@ class EnvSession:
             await self.close_env()
         return result
 
-    async def expert(self) -> str:
-        """The expert's action. An expert that raises does not end the episode.
+    async def expert(self) -> ExpertTurn:
+        """The expert's action, and its steps. An expert that raises does not end the episode.
 
         An expert that exceeds its deadline may still be using the environment, so it does.
         """
         try:
             return await self._ask(
-                lambda env: env.expert_action(), "expert", self.expert_deadline_s, NoExpert
+                lambda env: ExpertTurn(
+                    steps=expert_steps(env).removesuffix("\n"), action=expert_action(env)
+                ),
+                "expert",
+                self.expert_deadline_s,
+                NoExpert,
             )
         except NoExpert as error:
             raise ServiceError(404, "no_expert", str(error)) from error
