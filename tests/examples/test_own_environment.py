@@ -11,6 +11,7 @@ import ludus
 from ludus import Message, Task
 from ludus.config.load import load_config
 from ludus.core.types import Spec
+from ludus.data.expert import run_expert
 from ludus.envs import ENVS
 from ludus.envs.base import Env
 from ludus.envs.checks.check import check_env
@@ -104,7 +105,11 @@ async def test_what_the_guide_shows_conforms(tmp_path: Path):
     page = (ROOT / "docs" / "your-own-environment.md").read_text(encoding="utf-8")
     file = tmp_path / "guide.py"
     file.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
-    assert await check_env(f"{file}:WithTasks") == []
+    for name in ("WithTasks", "WithSteps"):
+        assert await check_env(f"{file}:{name}") == []
+    shown = await run_expert(ENVS.build(f"{file}:WithSteps"), Task(id="y", data={"seed": 3}))
+    assert shown.messages[1].content == "1 to 7\n4"
+    assert shown.success
     guessing = Spec(name=f"{file}:Guessing", args={"highest": 15})
     assert await check_env(guessing) == []
     heard, reward = await play(ENVS.build(guessing), Task(id="x", data={"seed": 3}))
