@@ -229,7 +229,8 @@ def _calibrate(
         )
         trial.chance = chance
         rate = expert.per_s if subject.env else 1e9
-        config, planned = with_choices(config, trial, minutes, rate)
+        sampled = lengths.turn_mean * (fmean(expert.turns) if expert.turns else 1.0)
+        config, planned = with_choices(config, trial, minutes, rate, sampled)
     unseen = undeclared(subject, tasks)
     warnings = [
         *foretold.of_expert(expert),

@@ -47,9 +47,17 @@ def with_target(config: RunConfig, chance: float) -> RunConfig:
 
 
 def with_choices(
-    config: RunConfig, trial: Trial, minutes: float, episodes_per_s: float
+    config: RunConfig,
+    trial: Trial,
+    minutes: float,
+    episodes_per_s: float,
+    episode_tokens: float,
 ) -> tuple[RunConfig, choices.Steps]:
-    """Learning rate, temperature and steps, by the trials."""
+    """Learning rate, temperature and steps, by the trials.
+
+    Args:
+        episode_tokens: tokens that an episode samples, by those of the expert's.
+    """
     assert config.sft is not None
     assert config.rl is not None
     until = config.sft.until
@@ -103,7 +111,7 @@ def with_choices(
                 "optimizer": config.rl.optimizer.model_copy(
                     update={
                         "warmup_steps": min(10, planned.rl // 5),
-                        "target_kl": choices.TARGET_KL if minibatches > 1 else None,
+                        "target_kl": choices.target_kl(episode_tokens) if minibatches > 1 else None,
                     }
                 ),
             }

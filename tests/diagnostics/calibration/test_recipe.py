@@ -23,9 +23,9 @@ def config_of(heldout: int) -> RunConfig:
     return config.model_copy(update={"tasks": config_tasks(TEXTCRAFT, 64, heldout)})
 
 
-def tuned(heldout: int, **measured: Any) -> RunConfig:
+def tuned(heldout: int, episode_tokens: float = 5, **measured: Any) -> RunConfig:
     trial = Trial(losses={2e-3: 1.0}, rl_step_s=1.0, **measured)
-    return with_choices(config_of(heldout), trial, minutes=10, episodes_per_s=1e9)[0]
+    return with_choices(config_of(heldout), trial, 10, 1e9, episode_tokens)[0]
 
 
 def test_no_limit_of_the_held_out_tasks_without_effect() -> None:
@@ -36,6 +36,15 @@ def test_no_limit_of_the_held_out_tasks_without_effect() -> None:
     assert between(384) == 128
     assert between(128) is None
     assert between(40) is None
+
+
+def test_long_turns_are_held_to_a_smaller_kl_a_token() -> None:
+    def target(episode_tokens: float) -> float | None:
+        rl = tuned(64, episode_tokens).rl
+        assert rl is not None
+        return rl.optimizer.target_kl
+
+    assert [target(tokens) for tokens in (5, 36, 75)] == [0.003, 0.0006, 0.0003]
 
 
 def test_sft_is_measured_before_it_ends() -> None:
