@@ -209,7 +209,7 @@ def check_env_command(
 
     Tells what trains badly too: slow steps, equal rewards, long episodes, no expert.
     """
-    from ludus.core.system.forked import MAX_NOISE, Died, in_child
+    from ludus.core.system.forked import MAX_NOISE, Died, Stuck, in_child
     from ludus.envs.checks.check import STOPPED, check_env
 
     env = spec(name, args)
@@ -231,9 +231,10 @@ def check_env_command(
         typer.echo(text)
 
     try:
-        ended = in_child(check, show, noise)
-    except Died as error:
-        typer.echo(f"error: process: the environment {error}{STOPPED}")
+        ended = in_child(check, show, noise, silent_s=timeout + 30)
+    except (Died, Stuck) as error:
+        what = "process" if isinstance(error, Died) else "time"
+        typer.echo(f"error: {what}: the environment {error}{STOPPED}")
         raise typer.Exit(1) from None
     code = ended.code
     if ended.noise > MAX_NOISE:

@@ -41,10 +41,16 @@ IntermediateSize = Annotated[int, Field(ge=8, description="Width of the gated ML
 TieEmbeddings = Annotated[
     bool, Field(description="Share the matrix of input and output embeddings.")
 ]
-RopeTheta = Annotated[float, Field(gt=0, description="Base of the rotary frequencies.")]
+RopeTheta = Annotated[
+    float, Field(gt=0, allow_inf_nan=False, description="Base of the rotary frequencies.")
+]
 InitRange = Annotated[
     float | None,
-    Field(gt=0, description="Standard deviation of initial weights; null: hidden_size ** -0.5."),
+    Field(
+        gt=0,
+        allow_inf_nan=False,
+        description="Standard deviation of initial weights; null: hidden_size ** -0.5.",
+    ),
 ]
 InductionHeads = Annotated[
     bool, Field(description="Begin with heads that look words up in the prompt.")

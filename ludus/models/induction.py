@@ -32,6 +32,13 @@ CONSTANT = 0.5
 PEAK = 16.0
 """Attention logit at the place that a head looks for."""
 
+MIN_HEAD_DIM = 16
+"""Below it a query's few coordinates do not tell tokens apart."""
+
+SMALLEST_INIT, LARGEST_INIT = 1e-3, 1.2
+"""Limits of init_range, the upper one as a multiple of hidden_size ** -0.5: twice the default takes
+the attention of layer 1 from 0.87 to 0.03; at 1e-4 it is the epsilon of the norms."""
+
 RANDOM = 0.03
 """Factor of all other weights that write to the residual stream: at 1, their random sums would
 drown the tokens that the heads compare."""
@@ -39,14 +46,23 @@ drown the tokens that the heads compare."""
 
 def check_induction_heads(shape: PreTrainedConfig) -> None:
     """Refuse a shape without room for them. Errors: ConfigError."""
+    key = "model.architecture.args.induction_heads"
     _, near = _frequencies(shape)
-    if shape.num_hidden_layers < 2 or near.all() or shape.hidden_size < 2 * shape.head_dim:
+    small = shape.num_hidden_layers < 2 or shape.hidden_size < 2 * shape.head_dim
+    if small or shape.head_dim < MIN_HEAD_DIM or near.all():
         raise ConfigError(
-            "model.architecture.args.induction_heads: takes num_layers of at least 2, a "
-            f"hidden_size of at least 2 head_dim, and rotary frequencies below {NEAR} (a head_dim "
-            f"of at least 12 at rope_theta 10,000); here num_layers: {shape.num_hidden_layers}, "
-            f"hidden_size: {shape.hidden_size}, head_dim: {shape.head_dim}, rope_theta: "
+            f"{key}: takes num_layers of at least 2, a head_dim of at least {MIN_HEAD_DIM}, a "
+            f"hidden_size of at least 2 head_dim, and rotary frequencies below {NEAR} (rope_theta "
+            f"10,000 has some); here num_layers: {shape.num_hidden_layers}, head_dim: "
+            f"{shape.head_dim}, hidden_size: {shape.hidden_size}, rope_theta: "
             f"{shape.rope_parameters['rope_theta']:g}"
+        )
+    most = LARGEST_INIT * shape.hidden_size**-0.5
+    if not SMALLEST_INIT <= shape.initializer_range <= most:
+        raise ConfigError(
+            f"{key}: takes an init_range from {SMALLEST_INIT:g} to {most:.2g} ({LARGEST_INIT:g} / "
+            f"sqrt(hidden_size)), here {shape.initializer_range:g}: beyond it other weights drown "
+            "the heads"
         )
 
 
@@ -69,6 +85,8 @@ def set_induction_heads(model: PreTrainedModel) -> None:
     embeddings = model.get_input_embeddings().weight
     embeddings -= embeddings @ subspace @ subspace.T
     embeddings[:, 0] = CONSTANT * norm
+    if not config.tie_word_embeddings:  # else the copied token would not be read as that token
+        model.get_output_embeddings().weight.copy_(embeddings)
     project = torch.randn(dim, hidden) / hidden**0.5
     project -= project @ subspace @ subspace.T
     project[:, 0] = 0

@@ -18,6 +18,8 @@ SHAPES = [
     {"name": "qwen3", "args": {}},
     {"name": "llama", "args": {}},
     {"name": "qwen3", "args": {"head_dim": 64, "hidden_size": 256, "num_kv_heads": 4}},
+    {"name": "qwen3", "args": {"tie_embeddings": False}},
+    {"name": "llama", "args": {"tie_embeddings": False}},
     {"name": "llama", "args": {"head_dim": 16, "num_heads": 8, "init_range": 0.02}},
 ]
 
@@ -99,11 +101,29 @@ def test_weights_depend_on_the_seed_only(tokenizer: PreTrainedTokenizerFast) -> 
 
 
 @pytest.mark.parametrize(
-    "args", [{"num_layers": 1}, {"head_dim": 8, "rope_theta": 10.0}, {"hidden_size": 32}]
+    "args",
+    [
+        {"num_layers": 1},
+        {"head_dim": 12},
+        {"head_dim": 16, "rope_theta": 10.0},
+        {"hidden_size": 32},
+    ],
 )
 def test_a_shape_without_room_is_refused_before_a_model_is_built(args: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"induction_heads: takes num_layers of at least 2"):
         check_model(settings("llama", **args), None)
+
+
+@pytest.mark.parametrize("init_range", [1e-4, 0.3, 10])
+def test_an_init_range_that_drowns_the_heads_is_refused(init_range: float) -> None:
+    with pytest.raises(ConfigError, match=r"induction_heads: takes an init_range from 0.001 to 0"):
+        check_model(settings("qwen3", init_range=init_range), None)
+
+
+@pytest.mark.parametrize("key", ["init_range", "rope_theta"])
+def test_numbers_that_are_not_finite_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} must be a finite number"):
+        check_model(settings("qwen3", **{key: float("inf")}), None)
 
 
 def test_without_the_key_a_model_is_as_before(tokenizer: PreTrainedTokenizerFast) -> None:

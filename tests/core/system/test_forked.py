@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
 from ludus.core.errors import ConfigError, LudusError
-from ludus.core.system.forked import MAX_NOISE, Died, Ended, Tell, in_child
+from ludus.core.system.forked import MAX_NOISE, Died, Ended, Stuck, Tell, in_child
 
 
 def tried(work: object) -> tuple[Ended, list[str], bytes]:
@@ -67,3 +69,31 @@ def test_the_child_s_own_children_hold_nothing_up() -> None:
 
     _, [child], _ = tried(work)
     os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_child_that_holds_the_interpreter_is_killed() -> None:
+    """No signal handler of Python's, and no timeout of ours, runs in such a child."""
+    begun = time.monotonic()
+    with pytest.raises(Stuck, match=r"held the interpreter \(the GIL\) for more than 2 s"):
+        in_child(lambda _: 9 ** (10**9), print, print, silent_s=2.0)
+    assert time.monotonic() - begun < 60
+
+
+ENDS = """
+import signal, sys, time
+from ludus.core.system.forked import in_child
+def work(tell):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tell("ready")
+    time.sleep(600)
+    return 0
+in_child(work, lambda text: print(text, flush=True), print)
+"""
+
+
+def test_a_child_that_ignores_a_signal_is_killed_later() -> None:
+    with subprocess.Popen([sys.executable, "-c", ENDS], stdout=subprocess.PIPE, text=True) as done:
+        assert done.stdout is not None
+        assert done.stdout.readline() == "ready\n"
+        done.terminate()
+        assert done.wait(60) != 0
