@@ -42,8 +42,12 @@ RESULTS: dict[str, type[BaseModel]] = {
     "Message": Message,
     "Observation": Observation,
     "StepResult": StepResult,
+    "Task": Task,
 }
 """Results that an environment's methods construct, by name."""
+
+MEANT = {"done": "terminated", "observation": "messages", "text": "content", "seed": "data"}
+"""Fields of other libraries' results, and those of ours that they stand for."""
 
 RIGHT = {
     "messages": "a list of Messages",
@@ -53,6 +57,9 @@ RIGHT = {
     "info": "a dict",
     "role": "system, user, assistant or tool",
     "content": "a text",
+    "id": "a text",
+    "tier": "a text or None",
+    "data": "a dict",
 }
 """Values of their fields, in words."""
 
@@ -70,14 +77,14 @@ async def awaited(name: str, result: Awaitable[T]) -> T:
     try:
         return await result
     except ValidationError as error:
-        if (fault := _construction_fault(error)) is None:
+        if (fault := construction_fault(error)) is None:
             raise
         # Of a coroutine: Class.method.
         own = ".".join(getattr(result, "__qualname__", name).split(".")[-2:])
         raise EnvError(f"{own}: {fault}") from error
 
 
-def _construction_fault(error: ValidationError) -> str | None:
+def construction_fault(error: ValidationError) -> str | None:
     """Returns what is wrong with a result that an environment constructs; None: it is another
     class's error."""
     if (model := RESULTS.get(error.title)) is None:
@@ -85,6 +92,8 @@ def _construction_fault(error: ValidationError) -> str | None:
     first = error.errors(include_url=False)[0]
     field = str(first["loc"][0]) if first["loc"] else ""
     if field not in model.model_fields:
+        if (meant := MEANT.get(field)) in model.model_fields:
+            return f"{error.title} has no field {field!r} (did you mean {meant}?)"
         return f"{error.title} has no field {field!r}{did_you_mean(field, model.model_fields)}"
     right = RIGHT.get(field, "of its type")
     if first["type"] == "missing" and len(first["loc"]) == 1:

@@ -22,12 +22,13 @@ from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, counted
 from ludus.core.modules import told
 from ludus.core.types import Message, Spec, Task, ToolCall
 from ludus.envs import ENVS
-from ludus.envs.base import Env, NoExpert, expert_knows_more, limits_of
+from ludus.envs.base import Env, NoExpert, limits_of
+from ludus.envs.checks.declarations import check_declarations
 from ludus.envs.checks.determinism import check_determinism
 from ludus.envs.checks.differences import difference, expert_change
 from ludus.envs.checks.outcomes import Outcome, check_outcomes, check_speed
 from ludus.envs.checks.own_tasks import own_tasks
-from ludus.envs.checks.play import Player, Turn, actions_of
+from ludus.envs.checks.play import SLOW_S, Player, Turn, actions_of
 from ludus.envs.checks.subject import Finding, Subject
 
 RUBBISH = {
@@ -175,6 +176,10 @@ Check = Callable[[Subject, Player], Awaitable[None]]
 
 
 async def _guarded(name: str, check: Check, subject: Subject, player: Player) -> None:
+    if player.late:
+        player.slow = True  # nothing fits any more: what is left is left out
+        text = f"{SLOW_S:g} s are over, though the first episode was fast: the slowest step took "
+        subject.note("speed", f"{text}{player.slowest_s:.2g} s; a step of RL plays hundreds")
     starts_s = PROCESS_S if name == "determinism" and subject.spec is not None else 0.0
     if not player.fits(UNITS.get(name, 0), starts_s):
         player.left_out.append(name)
@@ -191,25 +196,16 @@ async def _guarded(name: str, check: Check, subject: Subject, player: Player) ->
         subject.error("episode" if name == "speed" else name, text)
 
 
-async def _declarations(subject: Subject, player: Player) -> None:
-    env = await player.new()
-    (low, high), success_at = limits_of(env)
-    if not low <= success_at <= high:
-        subject.error("declarations", f"success_at {success_at:g} is outside of score_range")
-    if env.max_turns < 1:
-        subject.error("declarations", f"max_turns is {env.max_turns}; an episode needs a turn")
-    args = subject.spec.args if subject.spec is not None else {}
-    for task in subject.tasks:
-        expert_knows_more(subject.env_class, task, args)
-    await player.close_env(env)
-
-
 async def _expert(subject: Subject, player: Player) -> None:
     without: list[str] = []
     outside: list[str] = []
     endless: list[str] = []
+    changes: list[str] = []
+    lost: list[str] = []
     outcomes: list[Outcome] = []
     for number, task in enumerate(subject.tasks):
+        if player.late:
+            break
         env = await player.new()
         (low, high), _ = limits_of(env)
         total, done, num_turns, actions = 0.0, False, 0, list[str]()
@@ -236,7 +232,7 @@ async def _expert(subject: Subject, player: Player) -> None:
             )
         before = subject.played.get(number, actions)
         if before != actions:
-            subject.note("expert", f"{task.id}, played twice: {expert_change(before, actions)}")
+            changes.append(f"{task.id}, played twice: {expert_change(before, actions)}")
         outcomes.append(Outcome(task, total, num_turns, size, env.max_turns, done))
         if not done:
             endless.append(task.id)
@@ -245,17 +241,21 @@ async def _expert(subject: Subject, player: Player) -> None:
             subject.note("rewards", text)
         elif total < env.success_at:
             needed = f"success_at is {env.success_at:g}"
-            text = f"{task.id}: the expert lost, with a reward of {total:g} ({needed})"
-            subject.note("expert", text)
+            lost.append(f"{task.id}: the expert lost, with a reward of {total:g} ({needed})")
     if outside:
         text = f"{outside[0]}{_others(outside)}: scale it, or set `score_range` in the class"
         subject.error("rewards", text)
     if endless:
-        text = (
-            f"{endless[0]}: none of {counted(player.max_turns, 'step')} returned terminated or "
-            f"truncated{_others(endless)}: the step that ends the episode has to"
-        )
-        (subject.note if player.slow else subject.error)("expert", text)
+        steps = counted(player.max_turns, "step")
+        if player.slow:
+            text = f"the {steps} played here{_others(endless)} do not end the episode"
+            subject.note("expert", f"{endless[0]}: {text}; its end was not checked")
+        else:
+            text = f"none of {steps} returned terminated or truncated{_others(endless)}"
+            subject.error("expert", f"{endless[0]}: {text}: the step that ends the episode has to")
+    for found in (changes, lost):
+        if found:
+            subject.note("expert", f"{found[0]}{_others(found)}")
     if without:
         subject.note("expert", f"there is none for {', '.join(without)}")
     await check_outcomes(subject, player, outcomes)
@@ -267,7 +267,7 @@ def _others(found: Sequence[str]) -> str:
 
 
 async def _rubbish(subject: Subject, player: Player) -> None:
-    failed: dict[str, list[str]] = {}
+    failed: dict[tuple[type, str], list[tuple[str, str]]] = {}  # by kind and place
     env: Env | None = None
     actions = RUBBISH if player.slow else RUBBISH | spoilt(chain(*subject.played.values()))
     for number, (name, action) in enumerate(actions.items()):
@@ -285,16 +285,23 @@ async def _rubbish(subject: Subject, player: Player) -> None:
             raise
         except Exception as error:
             broken = True
-            failed.setdefault(told(error, 100), []).append(name)
+            text = _printable(told(error, 100))
+            place = text.rpartition(" [")[2] if text.endswith("]") else text
+            failed.setdefault((type(error), place), []).append((name, text))
         if broken or not player.slow:  # each has an episode of its own where there is time
             await player.close_env(env)
             env = None
     if env is not None:
         await player.close_env(env)
-    for reason, names in failed.items():
-        others = f" (so did {counted(len(names) - 1, 'other action')})" if names[1:] else ""
-        text = f"{names[0]} raised {reason}{others}; answer the model with a message instead"
+    for (name, reason), *more in failed.values():
+        others = f" (so did {counted(len(more), 'other action')})" if more else ""
+        text = f"{name} raised {reason}{others}; answer the model with a message instead"
         subject.error("rubbish", text)
+
+
+def _printable(text: str) -> str:
+    """The text with escapes for what a terminal would obey, not print."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def spoilt(actions: Iterable[str]) -> dict[str, Message]:
@@ -401,7 +408,7 @@ async def _independence(subject: Subject, player: Player) -> None:
 
 
 CHECKS: dict[str, Check] = {
-    "declarations": _declarations,
+    "declarations": check_declarations,
     "speed": check_speed,
     "determinism": check_determinism,
     "expert": _expert,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import ValidationError
+
 from ludus.core.errors import EnvError, EpisodeTimeout
 from ludus.core.modules import told
 from ludus.core.types import Task
-from ludus.envs.base import tiers_of
+from ludus.envs.base import construction_fault, tiers_of
 from ludus.envs.checks.play import Player
 from ludus.envs.checks.subject import Subject
+from ludus.tasks.readers import check_unicode
 
 NAME = "tasks"
 
@@ -59,8 +62,18 @@ def _made(env_class: Any, tier: str | None, seed: int) -> Task:
         raise EnvError(
             f"{call} raised TypeError: {error}; write `@classmethod def task(cls, tier, seed)`"
         ) from error
+    except ValidationError as error:
+        if (fault := construction_fault(error)) is None:
+            raise
+        raise EnvError(f"{call}: {fault}") from error
     if not isinstance(task, Task):
         raise EnvError(f"{call} returned {task!r:.80}; it has to return a Task")
+    if tier is not None and task.tier is None:
+        raise EnvError(f"{call} returned a task without a tier: give the Task `tier=tier`")
+    try:
+        check_unicode(task.id)
+    except ValueError as error:
+        raise EnvError(f"{call}: the id of the task {error}") from error
     try:
         task.model_dump_json()
     except ValueError as error:

@@ -28,17 +28,24 @@ from ludus.envs.base import (
     expert_action,
     expert_steps,
 )
+from ludus.tasks.readers import check_unicode
 
 T = TypeVar("T")
 
 MAX_TURNS = 1000
 """Turn limit of an expert's episode."""
 
+WORDS = "look {}"
+"""An action without an expert."""
+
 TURNS_WITHOUT_EXPERT = 5
 """Turns of an episode without an expert."""
 
 SLOW_S = 20.0
 """Seconds for all checks of a slow environment."""
+
+LATE_STEP_S = 1.0
+"""Seconds of a step from which a task is slow though the first was not."""
 
 Turn = tuple[str, tuple[str, ...], float | None, bool, bool]
 """Action, messages as JSON, reward, terminated, truncated."""
@@ -53,7 +60,8 @@ class Player:
     `max_turns` of an episode are played; fewer where the environment is `slow`: then `unit_s` are
     the seconds of an episode, and `left_s` those left for the checks. `call_s`: seconds of the
     newest call, in its thread. `left_out`: checks that would take too long.
-    `largest`: characters of the largest messages, by the call that returned them. `unended`: a step
+    `largest`: characters of the largest messages, by the call that returned them. `slowest_s`: of
+    a step. `unended`: a step
     raised after one that gave a reward and did not end the episode.
     """
 
@@ -64,7 +72,7 @@ class Player:
         self.max_turns, self.slow, self.call_s, self.unit_s = MAX_TURNS, False, 0.0, 0.0
         self.largest: dict[str, int] = {}
         self.left_out: list[str] = []
-        self.unended = False
+        self.slowest_s, self.unended = 0.0, False
         self._rewarded: Env | None = None  # by its newest step, which did not end the episode
         self._begun = time.monotonic()
         self._process = os.getpid()
@@ -78,6 +86,11 @@ class Player:
     def left_s(self) -> float:
         """Seconds left for the checks of a slow environment."""
         return SLOW_S - (time.monotonic() - self._begun)
+
+    @property
+    def late(self) -> bool:
+        """True if the checks take long by steps that the first episode did not have."""
+        return not self.slow and self.left_s < 0 and self.slowest_s >= LATE_STEP_S
 
     def fits(self, units: float, extra_s: float = 0.0) -> bool:
         """True if so many episodes, and so many seconds, fit into the time that is left."""
@@ -154,6 +167,7 @@ class Player:
         except Exception:
             self.unended = rewarded is env
             raise
+        self.slowest_s = max(self.slowest_s, self.call_s)
         if not isinstance(result, StepResult):
             raise EnvError(f"step returned {kind(result)}, not a StepResult")
         if result.reward is not None and not math.isfinite(result.reward):
@@ -171,7 +185,7 @@ class Player:
         async def ask() -> str:
             return expert_action(env)
 
-        return await self.call("expert_action", ask)
+        return _text(await self.call("expert_action", ask), "expert_action returned a text that")
 
     async def steps(self, env: Env) -> str:
         """What the expert writes before its action. Errors: EnvError for no text."""
@@ -179,7 +193,7 @@ class Player:
         async def ask() -> str:
             return expert_steps(env)
 
-        return await self.call("expert_steps", ask)
+        return _text(await self.call("expert_steps", ask), "expert_steps returned a text that")
 
     async def close_env(self, env: Env) -> None:
         """Close an environment; ignore its errors, which another check reports."""
@@ -198,6 +212,8 @@ class Player:
                 self.report("messages", f"{what} returned {kind(message)} among its messages")
             elif message.role == "assistant":
                 self.report("messages", f"{what} returned an assistant message: only models may")
+            else:
+                _text(message.content, f"{what} returned a message that")
         self.largest[what] = max(self.largest.get(what, 0), size)
 
     async def turns(
@@ -226,7 +242,7 @@ class Player:
         try:
             return await self.expert(env)
         except NoExpert:
-            return f"look {turn}" if turn < TURNS_WITHOUT_EXPERT else None
+            return WORDS.format(turn) if turn < TURNS_WITHOUT_EXPERT else None
 
     async def episode(self, task: Task, actions: Sequence[str] | None = None) -> list[Turn]:
         """Returns all turns of an episode, in a new environment."""
@@ -235,6 +251,15 @@ class Player:
             return [turn async for turn in self.turns(env, task, actions)]
         finally:
             await self.close_env(env)
+
+
+def _text(text: str, what: str) -> str:
+    """The text itself. Errors: EnvError where a tokenizer cannot hold it."""
+    try:
+        check_unicode(text)
+    except ValueError as error:
+        raise EnvError(f"{what} {error}: {text!r:.60}") from None
+    return text
 
 
 def actions_of(turns: Sequence[Turn]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import os
@@ -426,6 +427,114 @@ async def test_an_end_that_is_not_told_is_named() -> None:
     [found] = await check_env(Forgets)
     assert "EnvError: call reset first" in found.detail
     assert found.detail.endswith("if it ends the episode, return terminated=True")
+
+
+async def test_tasks_that_play_alike_are_told() -> None:
+    """Their data differ, but `reset` does not use the seed."""
+
+    class Same(faulty.Digit):
+        async def reset(self, task: Task) -> Observation:
+            return await super().reset(task.model_copy(update={"data": {"seed": 3}}))
+
+    [found] = await check_env(Same)
+    assert found.detail.startswith("the 6 tasks play alike: RL would learn one task by heart")
+
+
+async def test_a_later_task_whose_steps_are_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(play, "SLOW_S", 2.0)
+    monkeypatch.setattr(play, "LATE_STEP_S", 0.3)
+
+    class Later(faulty.Digit):
+        async def step(self, action: Message) -> StepResult:
+            if self.secret:
+                await asyncio.sleep(0.4)
+            return await super().step(action)
+
+    found = [str(finding) for finding in await check_env(Later)]
+    assert "the first episode was fast: the slowest step took 0.4" in found[0]
+    assert "left out" in found[-1]
+
+
+def told_of(**methods: Any) -> type[Env]:
+    return type("Told", (faulty.Digit,), methods)
+
+
+NAMED: list[tuple[dict[str, Any], str]] = [
+    ({"max_turn": 3}, "note: declarations: `max_turn` of Told is no name of Env: if you mean"),
+    ({"cheap_resets": True}, "if you mean `cheap_reset`, rename it, for it has no effect"),
+    ({"expert_actoin": lambda self: "1"}, "if you mean `expert_action`, rename it"),
+]
+
+
+@pytest.mark.parametrize(("names", "detail"), NAMED)
+async def test_names_that_may_be_misspelt_are_told(names: dict[str, Any], detail: str) -> None:
+    digit = dict(vars(faulty.Digit))
+    if "expert_actoin" in names:
+        del digit["expert_action"]
+    env = type("Told", (Env,), digit | names)
+    found = [str(finding) for finding in await check_env(env)]
+    assert any(detail in each for each in found), found
+
+
+async def test_wrong_worlds_are_told() -> None:
+    async def raises(self: Env, task: Task) -> str:
+        return str(self.nothing)  # type: ignore[attr-defined]
+
+    async def number(self: Env, task: Task) -> Any:
+        return 3
+
+    async def changes(self: Env, task: Task) -> str:
+        return str(time.perf_counter())
+
+    for world, detail in (
+        (raises, "digit/0: world raised AttributeError"),
+        (number, "world returned 3; it has to return a text or None"),
+        (changes, "digit/0: two calls of world differ"),
+    ):
+        [found] = await check_env(told_of(world=world))
+        assert (found.check, detail in found.detail) == ("world", True), found
+
+
+async def test_a_task_without_its_tier_is_told() -> None:
+    env = told_of(tiers=classmethod(lambda cls: ("easy", "hard")))
+    [found] = await check_env(env)
+    assert (
+        "task('easy', 0) returned a task without a tier: give the Task `tier=tier`" in found.detail
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "detail"),
+    [
+        (
+            lambda cls, tier, seed: Task(id=seed),
+            "task(None, 0): Task has id=0; it has to be a text",
+        ),
+        (
+            lambda cls, tier, seed: Task(id="a", seed=seed),
+            "task(None, 0): Task has no field 'seed' (did you mean data?)",
+        ),
+        (
+            lambda cls, tier, seed: Task(id="\udcff"),
+            "task(None, 0): the id of the task has a lone surrogate, \\udcff, which is no "
+            "character",
+        ),
+    ],
+)
+async def test_a_task_that_cannot_be_made_is_told(task: Any, detail: str) -> None:
+    [found] = await check_env(told_of(task=classmethod(task)))
+    assert found.detail == detail
+
+
+async def test_texts_that_no_tokenizer_holds_are_told() -> None:
+    [found] = await check_env(told_of(expert_action=lambda self: "\udcff"))
+    assert "expert_action returned a text that has a lone surrogate, \\udcff" in found.detail
+
+    async def reset(self: Env, task: Task) -> Observation:
+        return Observation(messages=faulty.user("\ud800"))
+
+    [found] = await check_env(told_of(reset=reset))
+    assert "reset returned a message that has a lone surrogate, \\ud800" in found.detail
 
 
 async def test_large_messages_are_told() -> None:
