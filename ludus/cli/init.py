@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,13 +14,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ludus.cli.options import recipe_with_tools, spec
-from ludus.core.errors import ConfigError
+from ludus.core.errors import ConfigError, LudusError
 
 if TYPE_CHECKING:
     from ludus.diagnostics.calibration.agents.subject import AgentSubject
     from ludus.diagnostics.calibration.subject import Subject
 
 app = typer.Typer()
+
+Say = Callable[[str], object]
+
+LAST = "\0"
+"""Begins what the measuring process tells for standard output."""
+
+SILENT_S = 300.0
+"""Seconds without a sign of life after which the measuring process is killed."""
 
 MOST_MINUTES = 30 * 24 * 60.0
 
@@ -86,37 +96,44 @@ def init(
 ) -> None:
     """Measure an environment, a data set or an agent, and write a recipe for it, in about two
     minutes."""
-    from ludus.diagnostics.calibration.agents.subject import (
-        AgentOptions,
-        is_agent,
-        open_agent,
-        refuse_options,
-    )
-    from ludus.diagnostics.calibration.subject import open_subject
-
     chosen = [name.strip() for name in tiers.split(",")] if tiers else None
     given = spec(subject, args).args
     if out is not None and out.is_dir():
         raise ConfigError(f"--out: {out} is a folder: name a file in it")
-    written: list[Path] = []
-    options = AgentOptions(tasks, env, judge, recipe_with_tools(tools), tools)
-    if is_agent(subject):
-        agent = open_agent(subject, given, chosen, options, model)
-        path = out or Path(f"{agent.name}.yaml")
-        _refuse_files(path, None, force, (subject, tasks, env, judge, tools))
-        assert model is not None  # `open_agent` refuses an agent without one
-        text, warnings, seconds = _agent(agent, model, minutes, seed, command_of(context))
-        warnings = [*agent.tasks.warnings, *warnings]
-    else:
-        refuse_options(subject, options)
-        found = open_subject(subject, given, chosen)
-        path = out or Path(f"{found.name}.yaml")
-        data = path.with_suffix(".sft.jsonl")
-        _refuse_files(path, data if found.kind == "data" else None, force, (subject,))
-        text, warnings, seconds = _other(found, model, minutes, seed, data, command_of(context))
-        warnings = [*found.warnings, *warnings]
-        written += [data] if data.exists() and found.kind == "data" else []
-    _finish(path, text, warnings, seconds, written)
+    command = command_of(context)
+
+    def measure(say: Say) -> list[str]:
+        """Write the recipe; returns the lines that tell where."""
+        from ludus.diagnostics.calibration.agents.subject import (
+            AgentOptions,
+            is_agent,
+            open_agent,
+            refuse_options,
+        )
+        from ludus.diagnostics.calibration.subject import open_subject
+
+        written: list[Path] = []
+        options = AgentOptions(tasks, env, judge, recipe_with_tools(tools), tools)
+        if is_agent(subject):
+            agent = open_agent(subject, given, chosen, options, model)
+            path = out or Path(f"{agent.name}.yaml")
+            _refuse_files(path, None, force, (subject, tasks, env, judge, tools))
+            assert model is not None  # `open_agent` refuses an agent without one
+            text, warnings, seconds = _agent(agent, model, minutes, seed, command, say)
+            warnings = [*agent.tasks.warnings, *warnings]
+        else:
+            refuse_options(subject, options)
+            found = open_subject(subject, given, chosen)
+            path = out or Path(f"{found.name}.yaml")
+            data = path.with_suffix(".sft.jsonl")
+            _refuse_files(path, data if found.kind == "data" else None, force, (subject,))
+            text, warnings, seconds = _other(found, model, minutes, seed, data, command, say)
+            warnings = [*found.warnings, *warnings]
+            written += [data] if data.exists() and found.kind == "data" else []
+        return _finish(path, text, warnings, seconds, written, say)
+
+    for line in _apart(measure, subject):
+        typer.echo(line)
 
 
 def command_of(context: typer.Context) -> str:
@@ -169,25 +186,63 @@ def _say(text: str) -> None:
     typer.echo(text, err=True)
 
 
+def _apart(measure: Callable[[Say], list[str]], subject: str) -> list[str]:
+    """Measure in a process of its own, which an environment may end. Within a program that has
+    threads, such as a test, a fork is not safe: it measures here."""
+    from ludus.core.system.forked import Died, in_child
+
+    if "torch" in sys.modules or threading.active_count() > 1:
+        return measure(_say)
+    lines: list[str] = []
+
+    def work(tell: Say) -> int:
+        for line in measure(tell):
+            tell(LAST + line)
+        return 0
+
+    def hear(text: str) -> None:
+        if text.startswith(LAST):
+            lines.append(text.removeprefix(LAST))
+        else:
+            _say(text)
+
+    try:
+        ended = in_child(work, hear, lambda data: typer.echo(data, nl=False, err=True), SILENT_S)
+    except Died as error:
+        raise LudusError(
+            f"{subject} {error} while its episodes were measured, so there is no recipe: it must "
+            "not call os._exit, nor crash in native code"
+        ) from None
+    if ended.code:
+        raise typer.Exit(ended.code)
+    return lines
+
+
 def _agent(
-    subject: AgentSubject, model: str, minutes: float, seed: int, command: str
+    subject: AgentSubject, model: str, minutes: float, seed: int, command: str, say: Say
 ) -> tuple[str, list[str], float]:
     """The recipe of an agent, warnings, and the seconds that it took."""
     from ludus.diagnostics.calibration.agents.calibrate import calibrate_agent
     from ludus.diagnostics.calibration.agents.recipe import write_agent
 
-    made = calibrate_agent(subject, model, minutes, seed, _say)
+    made = calibrate_agent(subject, model, minutes, seed, say)
     return write_agent(made, command), made.warnings, made.seconds
 
 
 def _other(
-    subject: Subject, model: str | None, minutes: float, seed: int, data: Path, command: str
+    subject: Subject,
+    model: str | None,
+    minutes: float,
+    seed: int,
+    data: Path,
+    command: str,
+    say: Say,
 ) -> tuple[str, list[str], float]:
     """The same of an environment or a data set, whose conversations are written to `data`."""
     from ludus.diagnostics.calibration.calibrate import calibrate
     from ludus.diagnostics.calibration.recipe import write, write_conversations
 
-    made = calibrate(subject, minutes, seed, _say, model=model, data_file=str(data))
+    made = calibrate(subject, minutes, seed, say, model=model, data_file=str(data))
     if (sft := made.config.sft) is not None and sft.data is not None:
         with _writing(Path(sft.data)):
             write_conversations(made.conversations, Path(sft.data))
@@ -195,16 +250,16 @@ def _other(
 
 
 def _finish(
-    path: Path, text: str, warnings: list[str], seconds: float, beside: Sequence[Path]
-) -> None:
-    """Write the recipe, and tell its warnings, the files `beside` it and the command that starts
-    it."""
+    path: Path, text: str, warnings: list[str], seconds: float, beside: Sequence[Path], say: Say
+) -> list[str]:
+    """Write the recipe and tell its warnings; returns the lines on the files `beside` it and on the
+    command that starts it."""
     from ludus.core.files import atomic_write
 
     with _writing(path):
         atomic_write(path, text)
     for warning in warnings:
-        _say(f"warning: {warning}")
-    for file in beside:
-        typer.echo(f"{file}: questions and answers for SFT, which the recipe reads")
-    typer.echo(f"{path}: measured in {seconds:.0f} s; start it with: ludus train {path}")
+        say(f"warning: {warning}")
+    told = [f"{file}: questions and answers for SFT, which the recipe reads" for file in beside]
+    start = f"start it with: ludus train {path}"
+    return [*told, f"{path}: measured in {seconds:.0f} s; {start}"]

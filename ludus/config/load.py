@@ -249,8 +249,11 @@ def _read_yaml(path: Path) -> _Raw:
 def _not_a_file(path: Path) -> str:
     if path.is_dir():
         return "is a folder, not a YAML file"
+    if path.exists():
+        return "is a pipe or a device, not a file"
     folders = [path.parent, Path("recipes")]
-    files = {f.stem: str(f) for folder in reversed(folders) for f in sorted(folder.glob("*.y*ml"))}
+    found = [f for folder in reversed(folders) for f in sorted(folder.glob("*.y*ml"))]
+    files = {f.stem: str(f) for f in found if f.is_file()}
     choices = {name: name for name in shipped_recipes()} | files  # a file wins
     hint = did_you_mean(path.stem, choices) or ": `ludus recipes` lists those of the package"
     for stem, choice in choices.items():
@@ -284,7 +287,9 @@ def _import(target: str) -> Callable[[], Any]:
 
 def _call(function: Callable[[], Any], name: str) -> Any:
     try:
-        return function()
+        if (made := function()) is None:
+            raise ConfigError(f"{name} returned None; it has to return a configuration")
+        return made
     except ValidationError as error:
         lines = [f"{item['loc']}: {item['msg']}" for item in error.errors()]
         for model in _sections(RunConfig):

@@ -238,12 +238,19 @@ def _real_path(item: ErrorDetails, model: Any) -> PathKey:
     at: Type | None = Type(model)
     for index, part in enumerate(item["loc"]):
         below = at.child(part) if at else None
+        if at and len(at.branches()) > 1 and _is_tag(part):
+            continue
         is_extra = item["type"] == "extra_forbidden" and index == len(item["loc"]) - 1
         if below is None and at and len(at.branches()) > 1 and not is_extra:
             continue
         path.append(part)
         at = below
     return tuple(path)
+
+
+def _is_tag(part: str | int) -> bool:
+    """True for pydantic's name of a branch that a mapping in the union would take for its key."""
+    return isinstance(part, str) and (part.startswith("constrained-") or part.endswith("]"))
 
 
 def type_at(model: Any, path: PathKey) -> Type | None:

@@ -41,6 +41,13 @@ class InUse(Exception):
         self.owner = owner
 
 
+def not_there(path: Path) -> str:
+    """What is wrong with a path that is no file and no folder, in words."""
+    if path.exists():
+        return "is a pipe or a device, not a file"
+    return f"does not exist{searched(path)}"
+
+
 def lock(path: Path) -> IO[str]:
     """Lock a file, which is created, until the returned file is closed or the process ends.
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import Field
 
 from ludus.core.errors import ConfigError, DataError, MissingDependency, did_you_mean
-from ludus.core.files import searched
+from ludus.core.files import not_there, searched
 from ludus.core.types import Spec, Task
 from ludus.tasks import READERS
 from ludus.tasks.fields import REMEDIES, REMEDY, FieldMapping, NoField
@@ -184,7 +184,7 @@ def read_json(
     """Read a file of JSON lines: one object a line, UTF-8; empty lines are skipped."""
     file = Path(path)
     if not file.is_file():
-        what = "is a folder, not a file" if file.is_dir() else f"does not exist{searched(file)}"
+        what = "is a folder, not a file" if file.is_dir() else not_there(file)
         raise DataError(f"{path} {what}")
     mapping = FieldMapping(path, prompt, answer, id, tier, tools, consistency, data, env, judge)
 

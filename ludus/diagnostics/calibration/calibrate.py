@@ -122,7 +122,7 @@ def calibrate(
     subject: Subject,
     minutes: float,
     seed: int,
-    say: Callable[[str], None],
+    say: Callable[[str], object],
     model: str | None = None,
     data_file: str = "sft.jsonl",
 ) -> Calibration:
@@ -147,7 +147,7 @@ def _calibrate(
     subject: Subject,
     minutes: float,
     seed: int,
-    say: Callable[[str], None],
+    say: Callable[[str], object],
     model: str | None,
     data_file: str,
     folder: Path,
@@ -302,7 +302,7 @@ def openings(config: RunConfig, tasks: Sequence[Task]) -> list[Conversation]:
 
 
 def fewer_tiers(
-    subject: Subject, folder: Path, say: Callable[[str], None], *, scratch: bool
+    subject: Subject, folder: Path, say: Callable[[str], object], *, scratch: bool
 ) -> Subject:
     """Of an environment with many levels, those with the shortest episodes of the expert."""
     if len(subject.tiers) <= MAX_TIERS:
@@ -332,7 +332,7 @@ def play(
     subject: Subject,
     tasks: Sequence[Task],
     folder: Path,
-    say: Callable[[str], None],
+    say: Callable[[str], object],
     *,
     scratch: bool,
 ) -> Expert:

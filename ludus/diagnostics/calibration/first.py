@@ -119,7 +119,7 @@ def tokenizer_name(config: RunConfig) -> str:
 
 
 def without_small_tiers(
-    subject: Subject, distinct: Mapping[str | None, float], say: Callable[[str], None]
+    subject: Subject, distinct: Mapping[str | None, float], say: Callable[[str], object]
 ) -> Subject:
     """The subject without levels of few different tasks, where others have more.
 

@@ -38,7 +38,7 @@ def device() -> str:
 
 
 def with_starting_values(
-    config: RunConfig, minutes: float, say: Callable[[str], None]
+    config: RunConfig, minutes: float, say: Callable[[str], object]
 ) -> tuple[RunConfig, Start]:
     """The recipe with starting values, in the largest form that fits: all weights, adapters, then
     adapters with activations recomputed.

@@ -16,6 +16,7 @@ from ludus.core.types import Spec
 from ludus.data.conversations import Conversation
 from ludus.diagnostics.calibration.calibrate import Calibration
 from ludus.diagnostics.calibration.trials import small_steps
+from ludus.envs import ENVS
 
 Line = tuple[str, Any, str]
 """A key, its value, and the reason; the value None is left out."""
@@ -159,6 +160,10 @@ def _rollout(c: Calibration) -> Iterator[Line]:
     told = f"the expert: {fmean(turns):.1f}, at most {turns[-1]}" if turns else "no expert"
     if turns and c.searches:
         told += "; twice that, for it knows what an agent must find"
+    allowed = getattr(ENVS.load(c.subject.env.name), "max_turns", 0) if c.subject.env else 0
+    used = rollout.max_turns
+    if turns and isinstance(allowed, int) and isinstance(used, int) and used < allowed:
+        told += f"; the class allows {allowed}"
     yield "max_turns", rollout.max_turns, told
     yield "concurrency", rollout.concurrency, ""
     shares = [f"{share:.0%} at {at:g}" for at, share in c.trial.signal.items()]

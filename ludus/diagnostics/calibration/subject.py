@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from ludus.config.tasks import TasksConfig
 from ludus.core.errors import ConfigError, DataError, EnvError, did_you_mean
-from ludus.core.files import searched
+from ludus.core.files import not_there
 from ludus.core.system.signals import run
 from ludus.core.types import Spec, Task
 from ludus.diagnostics.calibration.rows import (
@@ -354,7 +354,7 @@ def _columns(given: str, reader: str, fields: Mapping[str, Any]) -> list[str]:
         return list(rows.column_names)
     path = Path(given)
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else f"does not exist{searched(path)}"
+        what = "is a folder" if path.is_dir() else not_there(path)
         raise DataError(f"{given} {what}")
     found: dict[str, None] = {}
     with path.open("rb") as lines:

@@ -121,7 +121,7 @@ async def try_out(
     tokenizer: Any,
     conversations: Sequence[Conversation],
     seconds: float,
-    say: Callable[[str], None],
+    say: Callable[[str], object],
     *,
     slow: bool = False,
 ) -> Trial:
@@ -232,7 +232,7 @@ async def _sft(
     step: int,
     trial: Trial,
     until: float,
-    say: Callable[[str], None],
+    say: Callable[[str], object],
 ) -> None:
     """Continue SFT from `step` until its measured end, or the time is over."""
     of_recipe = (run_.config.sft and run_.config.sft.until) or SFTUntilConfig()
@@ -265,7 +265,7 @@ async def _rl(
     run_: Run,
     trial: Trial,
     until: float,
-    say: Callable[[str], None],
+    say: Callable[[str], object],
     slow: bool,
     turns: float,
 ) -> None:

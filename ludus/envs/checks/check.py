@@ -10,6 +10,7 @@ hanging environment stops all of them, since its thread cannot be killed.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import math
 import random
@@ -147,8 +148,10 @@ def _subject(env: Spec | str | type[Env], timeout_s: float) -> Subject:
         return Subject(None, env, env, timeout_s)
     spec = Spec(name=env) if isinstance(env, str) else env
     args, target = ENVS.check(spec), ENVS.load(spec.name)
-    if isinstance(target, type) and not issubclass(target, Env):
-        raise ConfigError(f"{spec.name!r} is not an environment: derive the class from ludus.Env")
+    if not isinstance(target, type) or not issubclass(target, Env):
+        it = "a class" if inspect.isfunction(target) else "the class"
+        what = "is a function" if inspect.isfunction(target) else "is not an environment"
+        raise ConfigError(f"{spec.name!r} {what}: derive {it} from ludus.Env")
     return Subject(spec, target, partial(target, **args), timeout_s)
 
 

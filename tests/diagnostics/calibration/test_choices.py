@@ -79,6 +79,7 @@ def test_a_temperature_rises_only_where_groups_are_alike() -> None:
     assert of({1.0: 0.6, 1.2: 0.9}, {1.0: 0.3, 1.2: 0.3}) == 1.0
     assert of({1.0: 0.2, 1.2: 0.4}, {1.0: 0.9, 1.2: 0.8}) == 1.2
     assert of({1.0: 0.2, 1.2: 0.4}, {1.0: 0.3, 1.2: 0.1}) == 1.0  # it costs too much success
+    assert of({1.0: 0.125, 1.2: 0.16}, {1.0: 0.02, 1.2: 0.02}) == 1.0  # chance
     assert of({1.0: 0.0, 1.2: 0.0}, {1.0: 0.0, 1.2: 0.0}) == 1.0
     assert of({}, {}) == 1.0
 

@@ -71,7 +71,7 @@ class AgentCalibration:
 
 
 def calibrate_agent(
-    subject: AgentSubject, model: str, minutes: float, seed: int, say: Callable[[str], None]
+    subject: AgentSubject, model: str, minutes: float, seed: int, say: Callable[[str], object]
 ) -> AgentCalibration:
     """Measure and choose. Errors: ConfigError, DataError where no recipe can learn."""
     begun = time.perf_counter()
@@ -85,7 +85,7 @@ def _calibrate(
     model: str,
     minutes: float,
     seed: int,
-    say: Callable[[str], None],
+    say: Callable[[str], object],
     folder: Path,
 ) -> AgentCalibration:
     config = base(subject, seed, model)
