@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import tempfile
@@ -190,12 +191,15 @@ def _apart(measure: Callable[[Say], list[str]], subject: str) -> list[str]:
     """Measure in a process of its own, which an environment may end. Within a program that has
     threads, such as a test, a fork is not safe: it measures here."""
     from ludus.core.system.forked import Died, in_child
+    from ludus.telemetry.logs import setup_logging
 
     if "torch" in sys.modules or threading.active_count() > 1:
         return measure(_say)
     lines: list[str] = []
 
     def work(tell: Say) -> int:
+        os.environ.setdefault("LOG_LEVEL", "warning")
+        setup_logging()
         for line in measure(tell):
             tell(LAST + line)
         return 0

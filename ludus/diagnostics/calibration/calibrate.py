@@ -86,7 +86,7 @@ LONGEST_TOKEN = 20
 NUM_OPENED, OPENING_S = 4, 4.0
 """Tasks whose openings are compared with the context; at most so many seconds."""
 
-TOLD = 0.1
+TOLD = 0.01
 """Success of one answer to all tasks above which it is told."""
 
 

@@ -60,9 +60,10 @@ SIGNAL = 0.5
 LONGEST_STEP_S = 5.0
 """Seconds of an RL step above which it has fewer groups: many steps beat large ones."""
 
-SFT_TOKENS, SFT_TOKENS_PRETRAINED = 2048, 8192
+SFT_TOKENS, SFT_TOKENS_PRETRAINED = 2560, 8192
 """Most tokens of a step of SFT. Small steps teach a model from scratch more from the same tokens
-(docs/log.md, *Small steps of SFT*)."""
+(docs/log.md, *Small steps of SFT*), but not below 2,000: of sums that are written out, 32 of 72
+tokens taught more than 16 (*Experts that write their steps*)."""
 
 FEWEST_PER_STEP, FEWEST_PER_STEP_PRETRAINED = 2, 8
 """Fewest demonstrations of a step of SFT, also where these have more tokens."""

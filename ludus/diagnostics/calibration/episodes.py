@@ -322,10 +322,11 @@ def random_line(played: Sequence[RandomEpisode], max_turns: object) -> str:
     if not fine:
         return f"random actions: every episode failed, {failed[0].error}" if failed else ""
     rewards = [p.reward for p in fine]
+    lost = f"{len(failed)} more fail, " if failed else ""
     most = "" if max_turns == 1 else f", at most {max_turns} turns"
     return (
         f"random actions (the expert's, in random order{most}): "
-        f"{fmean(p.success for p in fine):.0%} of {len(fine)} episodes succeed, "
+        f"{fmean(p.success for p in fine):.0%} of {len(fine)} episodes succeed, {lost}"
         f"reward {fmean(rewards):.3g} (standard deviation {pstdev(rewards):.2g}), a step of the "
         f"environment takes {1000 * fmean(p.step_s for p in fine):.2g} ms"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -143,6 +145,41 @@ class Own(Env):
     assert "ends its process in an episode of task 0, with exit code 9" in told
 
 
+def test_a_death_of_the_measuring_process_is_told(tmp_path: Path) -> None:
+    """It ended with the exit code 0 and without a recipe."""
+    (tmp_path / "mine.py").write_text(
+        """
+import multiprocessing, os
+from ludus import Env, Message, Observation, StepResult, Task
+
+class Own(Env):
+    steps = 0
+
+    async def reset(self, task):
+        return Observation(messages=[Message(role="user", content="go")])
+
+    async def step(self, action):
+        Own.steps += 1
+        if Own.steps > 50 and multiprocessing.parent_process() is None:
+            os._exit(0)
+        reply = Message(role="user", content="right")
+        return StepResult(messages=[reply], reward=1.0, terminated=True)
+
+    def expert_action(self):
+        return "go"
+
+    @classmethod
+    def task(cls, tier, seed):
+        return Task(id=str(seed), data={"seed": seed})
+"""
+    )
+    command = [sys.executable, "-m", "ludus", "init", "mine.py:Own", "--minutes", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "mine.py:Own ended its process with exit code 0 while its episodes" in done.stderr
+    assert not (tmp_path / "own.yaml").exists()
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -277,8 +314,8 @@ def test_the_whole_command_is_in_the_recipe(
     seen: list[str] = []
 
     def calibrated(*given: object) -> tuple[str, list[str], float]:
-        seen.append(str(given[-1]))
-        Path(str(given[-2])).write_text("")
+        seen.append(str(given[-2]))
+        Path(str(given[-3])).write_text("")
         return "name: x\n", [], 1.0
 
     monkeypatch.setattr("ludus.cli.init._other", calibrated)
