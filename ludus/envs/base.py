@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import mmap
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -69,11 +71,26 @@ def exit_error(failure: BaseException) -> EnvError:
     return EnvError(f"the environment called for exit: {failure!r}")
 
 
+FORKS = "it forks, and the new process returns from the call too: end it with os._exit"
+
+_returned: dict[int, mmap.mmap] = {}
+"""A byte for this process, by its id: 1 where a process that a call forked came back from it."""
+
+
 async def awaited(name: str, result: Awaitable[T]) -> T:
-    """Returns the awaited result of a method. Errors: EnvError where the method is not async, or
-    constructs a result with a wrong field."""
+    """Returns the awaited result of a method. A process that the method forked, and that returns
+    from it too, ends here.
+
+    Errors: EnvError where the method is not async, constructs a result with a wrong field, or where
+    such a process returned from an earlier call.
+    """
     if not inspect.isawaitable(result):
         raise EnvError(not_async(f"the environment's {name}", name, result))
+    process = os.getpid()
+    if process not in _returned:
+        _returned.clear()
+        _returned[process] = mmap.mmap(-1, 1)  # shared with what it forks
+    returned = _returned[process]
     try:
         return await result
     except ValidationError as error:
@@ -82,6 +99,13 @@ async def awaited(name: str, result: Awaitable[T]) -> T:
         # Of a coroutine: Class.method.
         own = ".".join(getattr(result, "__qualname__", name).split(".")[-2:])
         raise EnvError(f"{own}: {fault}") from error
+    finally:
+        if os.getpid() != process:
+            returned[0] = 1
+            os._exit(1)
+        if returned[0]:
+            returned[0] = 0
+            raise EnvError(FORKS)
 
 
 def construction_fault(error: ValidationError) -> str | None:

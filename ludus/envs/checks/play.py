@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import mmap
 import multiprocessing
 import os
 import threading
@@ -75,8 +74,6 @@ class Player:
         self.slowest_s, self.unended = 0.0, False
         self._rewarded: Env | None = None  # by its newest step, which did not end the episode
         self._begun = time.monotonic()
-        self._process = os.getpid()
-        self._forked = mmap.mmap(-1, 1)  # shared with processes that the environment forks
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -95,11 +92,6 @@ class Player:
     def fits(self, units: float, extra_s: float = 0.0) -> bool:
         """True if so many episodes, and so many seconds, fit into the time that is left."""
         return not self.slow or units * self.unit_s + extra_s <= self.left_s
-
-    @property
-    def forked(self) -> bool:
-        """True if the environment forked this process, and the child came back from the call."""
-        return self._forked[0] > 0
 
     def close(self) -> None:
         """Stop the thread, unless it hangs."""
@@ -129,9 +121,6 @@ class Player:
                 raise exit_error(failure) from None
             finally:
                 self.call_s = time.perf_counter() - started
-                if os.getpid() != self._process:
-                    self._forked[0] = 1
-                    os._exit(1)
 
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._loop))
         done, _ = await asyncio.wait([future], timeout=timeout_s)

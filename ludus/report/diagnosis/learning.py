@@ -41,6 +41,10 @@ FALL_ERRORS = 5.0
 """Standard errors by which success falls suddenly. A group counts as one observation, of the
 largest variance; the best of many spans of steps is above the mean by chance, hence 5."""
 
+STILL = 2e-5
+"""Nats a token of an optimizer step below which a policy hardly moves; those that learned moved by
+1e-4 to 4e-3 (docs/log.md)."""
+
 NARROWER = 0.15
 """Rise of the share of groups without a success, from the first steps to the last, above which the
 policy has narrowed, where success did not rise."""
@@ -210,9 +214,20 @@ def flat(history: History, config: RunConfig) -> Found | None:
         f"the reward did not rise in {history.num_steps} steps: {mean(first):.3g} in the first "
         f"{count}, {mean(last):.3g} in the last {count} (Welch's t test, one-sided p = "
         f"{p_value:.2g})",
-        f"Try a higher `rl.optimizer.lr` (now {_lr(config)}), more episodes a step "
-        "(`rl.groups_per_step`, `rl.group_size`), or easier tasks",
+        _to_a_rise(mean(kl) if (kl := history.last("train/kl", count)) else None, config),
     )
+
+
+def _to_a_rise(kl: float | None, config: RunConfig) -> str:
+    """What to try where the reward stays, by how far an optimizer step moves the policy."""
+    more = "more episodes a step (`rl.groups_per_step`, `rl.group_size`), or easier tasks"
+    if kl is None:
+        return f"Try {more}"
+    if kl < STILL:
+        rate, why = "higher", f"moves the policy by no more than {kl:.1g} nats a token"
+    else:
+        rate, why = "lower", f"moves the policy by {kl:.1g} nats a token, and may undo the last"
+    return f"Try a {rate} `rl.optimizer.lr` (now {_lr(config)}: a step {why}), {more}"
 
 
 def narrows(history: History, config: RunConfig) -> Found | None:

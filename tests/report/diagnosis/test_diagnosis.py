@@ -138,6 +138,21 @@ def test_a_reward_that_does_not_rise_is_told_after_50_steps(config: RunConfig) -
     assert told(config, 120, noisy(0.97)) == []  # nothing is left to gain
 
 
+@pytest.mark.parametrize(
+    ("kl", "advice"),
+    [
+        (1e-6, "Try a higher `rl.optimizer.lr` (now 0.0003: a step moves the policy by no more"),
+        (8e-4, "Try a lower `rl.optimizer.lr` (now 0.0003: a step moves the policy by 0.0008 nats"),
+    ],
+)
+def test_the_rate_follows_from_how_far_a_step_moves(
+    config: RunConfig, kl: float, advice: str
+) -> None:
+    flat = noisy(0.5)
+    [found] = told(config, 120, lambda step: {**flat(step), "train/kl": kl})
+    assert advice in found.advice.replace(f"now {config.rl.optimizer.lr:g}", "now 0.0003")  # type: ignore[union-attr]
+
+
 def test_a_reward_that_falls_is_told_as_that(config: RunConfig) -> None:
     draw = random.Random(2)
     found = told(
