@@ -23,10 +23,14 @@ async def test_the_copy_ends_and_the_next_call_tells() -> None:
 
     env, action = Forks(), Message(role="assistant", content="x")
     await awaited("reset", env.reset(Forks.task(None, 3)))
-    with pytest.raises(EnvError, match="it forks, and the new process returns from the call too"):
+
+    async def play() -> None:
         for _ in range(100):
             await awaited("step", env.step(action))
             time.sleep(0.05)
+
+    with pytest.raises(EnvError, match="it forks, and the new process returns from the call too"):
+        await play()
     assert os.getpid() == process
     for copy in copies:
         assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == 1
