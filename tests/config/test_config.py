@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from pathlib import Path
 from typing import Annotated, Any
@@ -360,6 +361,12 @@ def test_the_last_override_wins_and_takes_the_blame():
             "override rl.optimzer.lr=1: rl.optimzer is not a key (did you mean rl.optimizer?)",
         ),
         (
+            "rollout.max_turns=0",
+            "override rollout.max_turns=0: rollout.max_turns must be a whole number >= 1, or a "
+            "mapping, or null, got 0",
+        ),
+        ("RL.steps=1", "override RL.steps=1: RL is not a key (did you mean rl?)"),
+        (
             "rollout.stop=[a",
             "override rollout.stop=[a: not valid YAML: while parsing a flow sequence expected "
             "',' or ']', but got '<stream end>' [line 1]",
@@ -508,3 +515,13 @@ def test_a_loaded_config_cannot_be_changed():
     assert isinstance(config, RunConfig)
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 3
+
+
+def test_what_is_no_file_of_a_recipe_is_told(tmp_path: Path):
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match=r"pipe\.yaml: is a pipe or a device, not a file$"):
+        load_config(str(pipe))
+    (tmp_path / "made.py").write_text("def made():\n    pass\n")
+    with pytest.raises(ConfigError, match=r"made\.py:made returned None; it has to return a conf"):
+        load_config(f"{tmp_path}/made.py:made")

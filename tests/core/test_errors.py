@@ -47,6 +47,8 @@ def test_an_absent_package_crosses_processes():
     ("name", "choices", "text"),
     [
         ("stpes", ["steps", "seed"], " (did you mean steps?)"),
+        ("gpro", ["grpo", "gspo"], " (did you mean grpo?)"),
+        ("RL", ["rl", "env"], " (did you mean rl?)"),
         ("zzz", ["b", "a"], " (known: a, b)"),
         ("zzz", [], ""),
         ("zzz", [f"a{i}" for i in range(21)], ""),
