@@ -73,8 +73,22 @@ def exit_error(failure: BaseException) -> EnvError:
 
 FORKS = "it forks, and the new process returns from the call too: end it with os._exit"
 
+
+class Forked(EnvError):
+    """A process that the environment forked returned from one of its calls."""
+
+
 _returned: dict[int, mmap.mmap] = {}
 """A byte for this process, by its id: 1 where a process that a call forked came back from it."""
+
+
+def copy_returned() -> bool:
+    """True if a process that a call forked came back from it since this was asked last."""
+    returned = _returned.get(os.getpid())
+    if returned is None or not returned[0]:
+        return False
+    returned[0] = 0
+    return True
 
 
 async def awaited(name: str, result: Awaitable[T]) -> T:
@@ -103,9 +117,8 @@ async def awaited(name: str, result: Awaitable[T]) -> T:
         if os.getpid() != process:
             returned[0] = 1
             os._exit(1)
-        if returned[0]:
-            returned[0] = 0
-            raise EnvError(FORKS)
+        if copy_returned():
+            raise Forked(FORKS)
 
 
 def construction_fault(error: ValidationError) -> str | None:

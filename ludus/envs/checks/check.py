@@ -23,13 +23,13 @@ from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, counted
 from ludus.core.modules import told
 from ludus.core.types import Message, Spec, Task, ToolCall
 from ludus.envs import ENVS
-from ludus.envs.base import Env, NoExpert, limits_of
+from ludus.envs.base import FORKS, Env, NoExpert, copy_returned, limits_of
 from ludus.envs.checks.declarations import check_declarations
 from ludus.envs.checks.determinism import check_determinism
 from ludus.envs.checks.differences import difference, expert_change
 from ludus.envs.checks.outcomes import Outcome, check_outcomes, check_speed
 from ludus.envs.checks.own_tasks import own_tasks
-from ludus.envs.checks.play import SLOW_S, Player, Turn, actions_of
+from ludus.envs.checks.play import SLOW_S, ForksOn, Player, Turn, actions_of
 from ludus.envs.checks.subject import Finding, Subject
 
 RUBBISH = {
@@ -94,9 +94,13 @@ async def check_env(
                     continue
                 await _guarded(name, check, subject, player)
     except EpisodeTimeout as error:
-        subject.error("time", f"{error}{STOPPED}")
+        kind = "processes" if isinstance(error, ForksOn) else "time"
+        subject.error(kind, f"{error}{STOPPED}")
     except _Unplayable as error:
         subject.error("episode", f"{error}{STOPPED}")
+    else:
+        if copy_returned():
+            subject.error("processes", FORKS)
     finally:
         player.close()
     if player.left_out:

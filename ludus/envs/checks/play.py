@@ -21,6 +21,7 @@ from ludus.envs import ENVS
 from ludus.envs.base import (
     PREPARE_S,
     Env,
+    Forked,
     NoExpert,
     awaited,
     exit_error,
@@ -48,6 +49,10 @@ LATE_STEP_S = 1.0
 
 Turn = tuple[str, tuple[str, ...], float | None, bool, bool]
 """Action, messages as JSON, reward, terminated, truncated."""
+
+
+class ForksOn(EpisodeTimeout):
+    """The environment forks, and the new process goes on: nothing more can be played."""
 
 
 class Player:
@@ -115,6 +120,8 @@ class Player:
                 return await awaited(what, function())
             except asyncio.CancelledError as failure:
                 raise exit_error(failure) from None
+            except Forked as error:
+                raise ForksOn(str(error)) from None
             except Exception:
                 raise
             except BaseException as failure:  # would end the thread, and nothing would answer
