@@ -47,7 +47,7 @@ NOTES = """
   numbers were held out, too few to tell a gain (`init` now holds out two fifths, and says so). With
   50 held out (seed 1 with observations), RL learns the training numbers by heart: `init` foretells
   it, and the run tells it.
-- chain_sum 2: with steps, one core beside other work; success after SFT is twice that of the answers
+- chain_sum 2: with steps, one core beside other work; success after SFT is twice that of answers
   alone (22.4 to 22.1 % on two cores), and RL does not raise it. With 1,000 steps of SFT of the same
   kind and no RL it reached 76.6 % (docs/log.md). chain_sum 0 and 1 are of the recipe without steps.
 - Unlock 0: on one core, so the recipe took 2.7 times its minutes; its expert needs 94 turns on
