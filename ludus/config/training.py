@@ -165,8 +165,10 @@ class RLConfig(Section):
         default_factory=lambda: Spec(name="grpo"), description="A row of the algorithm table."
     )
     steps: int = Field(100, ge=1, description="Policy iterations: rollouts, then training.")
-    groups_per_step: int = Field(16, ge=1, description="Tasks sampled per step.")
-    group_size: int = Field(8, ge=1, description="Episodes per task, compared with one another.")
+    groups_per_step: int = Field(16, ge=1, le=1_000_000, description="Tasks sampled per step.")
+    group_size: int = Field(
+        8, ge=1, le=1_000_000, description="Episodes per task, compared with one another."
+    )
     horizon: Horizon | dict[str, Horizon] | None = Field(
         None,
         description="Maximum turns by step: [[0, 5], [100, 10]] is 5 turns, and 10 from step 100 "
