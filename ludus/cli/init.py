@@ -190,7 +190,7 @@ def _say(text: str) -> None:
 def _apart(measure: Callable[[Say], list[str]], subject: str) -> list[str]:
     """Measure in a process of its own, which an environment may end. Within a program that has
     threads, such as a test, a fork is not safe: it measures here."""
-    from ludus.core.system.forked import Died, in_child
+    from ludus.core.system.forked import Died, Stuck, in_child
     from ludus.telemetry.logs import setup_logging
 
     if "torch" in sys.modules or threading.active_count() > 1:
@@ -212,6 +212,8 @@ def _apart(measure: Callable[[Say], list[str]], subject: str) -> list[str]:
 
     try:
         ended = in_child(work, hear, lambda data: typer.echo(data, nl=False, err=True), SILENT_S)
+    except Stuck as error:
+        raise LudusError(f"{subject} {error}") from None
     except Died as error:
         raise LudusError(
             f"{subject} {error} while its episodes were measured, so there is no recipe: it must "

@@ -84,6 +84,7 @@ class _Watch:
         self.silent_s, self.child, self._killed_at = silent_s, 0, float("inf")
         self._beats = mmap.mmap(-1, 1)
         self._seen, self._silence_s, self._looked = 0, 0.0, time.monotonic()
+        self.signal: int | None = None  # the first that this process received
 
     def start_beating(self) -> None:
         """Beat in a thread; for the child."""
@@ -99,6 +100,7 @@ class _Watch:
         """A signal handler of the parent. Ctrl-C of a terminal reaches the child itself."""
         if number != signal.SIGINT:
             os.kill(self.child, number)
+        self.signal = self.signal or number
         self._killed_at = min(self._killed_at, time.monotonic() + GRACE_S)
 
     def look(self) -> None:
@@ -156,6 +158,10 @@ def in_child(
         os.close(printed[0])
         for number, handler in handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    if last is None and watch.signal is not None:
+        stopped = LudusError("stopped")
+        stopped.exit_code = 128 + watch.signal
+        raise stopped
     if last is None:
         raise Died(code)
     if last["error"] is not None:
