@@ -71,7 +71,7 @@ def exit_error(failure: BaseException) -> EnvError:
     return EnvError(f"the environment called for exit: {failure!r}")
 
 
-FORKS = "it forks, and the new process returns from the call too: end it with os._exit"
+FORKS = "{} forks, and the new process returns from the call too: end it with os._exit"
 
 
 class Forked(EnvError):
@@ -79,16 +79,21 @@ class Forked(EnvError):
 
 
 _returned: dict[int, mmap.mmap] = {}
-"""A byte for this process, by its id: 1 where a process that a call forked came back from it."""
+"""A text for this process, by its id: the name of a call that forked, where the new process came
+back from it."""
+
+NAME_BYTES = 200
 
 
-def copy_returned() -> bool:
-    """True if a process that a call forked came back from it since this was asked last."""
+def copy_returned() -> str:
+    """What is wrong if a process that a call forked came back from it since this was asked last;
+    else ""."""
     returned = _returned.get(os.getpid())
     if returned is None or not returned[0]:
-        return False
-    returned[0] = 0
-    return True
+        return ""
+    name = returned[:].rstrip(b"\0").decode("utf-8", "replace")
+    returned[:] = bytes(NAME_BYTES)
+    return FORKS.format(name)
 
 
 async def awaited(name: str, result: Awaitable[T]) -> T:
@@ -103,22 +108,26 @@ async def awaited(name: str, result: Awaitable[T]) -> T:
     process = os.getpid()
     if process not in _returned:
         _returned.clear()
-        _returned[process] = mmap.mmap(-1, 1)  # shared with what it forks
+        _returned[process] = mmap.mmap(-1, NAME_BYTES)  # shared with what it forks
     returned = _returned[process]
     try:
         return await result
     except ValidationError as error:
         if (fault := construction_fault(error)) is None:
             raise
-        # Of a coroutine: Class.method.
-        own = ".".join(getattr(result, "__qualname__", name).split(".")[-2:])
-        raise EnvError(f"{own}: {fault}") from error
+        raise EnvError(f"{_own_name(name, result)}: {fault}") from error
     finally:
         if os.getpid() != process:
-            returned[0] = 1
+            own = _own_name(name, result).encode()[:NAME_BYTES]
+            returned[:] = own.ljust(NAME_BYTES, b"\0")
             os._exit(1)
-        if copy_returned():
-            raise Forked(FORKS)
+        if returned[0]:
+            raise Forked(copy_returned())
+
+
+def _own_name(name: str, result: object) -> str:
+    """Class.method of a coroutine, else the name of the call."""
+    return ".".join(getattr(result, "__qualname__", name).split(".")[-2:])
 
 
 def construction_fault(error: ValidationError) -> str | None:

@@ -282,7 +282,7 @@ def test_the_environments_calls_at_once_bound_its_steps(changes: list[str], at_o
 
 def test_demonstrations_with_code_are_measured_as_they_are_written() -> None:
     sums = "{name: env, args: {num_tasks: 4, tiers: [chain_sum]}}"
-    changes = ["env=reasoning", f"tasks.train={sums}", "tasks.heldout=null"]
+    changes = ["env=reasoning", "env.args.steps=false", f"tasks.train={sums}", "tasks.heldout=null"]
     changes += ["model.tokenizer={name: bpe}", "rollout.max_turns=null"]
     plain = measure(recipe(*changes))
     code = measure(recipe(*changes, "rollout.format=code", f"tools=[{PLAIN}]"))

@@ -23,7 +23,7 @@ from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, counted
 from ludus.core.modules import told
 from ludus.core.types import Message, Spec, Task, ToolCall
 from ludus.envs import ENVS
-from ludus.envs.base import FORKS, Env, NoExpert, copy_returned, limits_of
+from ludus.envs.base import Env, NoExpert, copy_returned, limits_of
 from ludus.envs.checks.declarations import check_declarations
 from ludus.envs.checks.determinism import check_determinism
 from ludus.envs.checks.differences import difference, expert_change
@@ -99,8 +99,8 @@ async def check_env(
     except _Unplayable as error:
         subject.error("episode", f"{error}{STOPPED}")
     else:
-        if copy_returned():
-            subject.error("processes", FORKS)
+        if told_of_fork := copy_returned():
+            subject.error("processes", told_of_fork)
     finally:
         player.close()
     if player.left_out:

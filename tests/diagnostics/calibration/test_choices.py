@@ -49,7 +49,7 @@ def test_a_step_of_sft_has_about_as_many_tokens_whatever_the_length_of_episodes(
     def per_step(tokens: float, **more: bool) -> int:
         return choices.episodes_per_step(replace(LENGTHS, episode_mean=tokens), 32, **more)
 
-    assert [per_step(tokens) for tokens in (37, 64, 167, 247, 611, 5000)] == [32, 32, 8, 8, 2, 2]
+    assert [per_step(tokens) for tokens in (37, 64, 167, 247, 611, 5000)] == [32, 32, 8, 8, 4, 2]
     assert [per_step(n, from_scratch=False) for n in (247, 611, 5000)] == [32, 8, 8]
 
 
