@@ -97,7 +97,7 @@ def test_experts_search_in_a_jvm_of_their_own() -> None:
         for player in players:
             player.join()
         assert {answer.status_code for answer in steps} == {200}
-        assert [answer.json().keys() for answer in advice] == [{"action"}] * 2
+        assert [answer.json().keys() for answer in advice] == [{"action", "steps"}] * 2
         assert [world.step().status_code for world in callers] == [200] * 2
         assert [World(client).opening.status_code for _ in range(4)] == [200] * 4
         assert len(jvms_of(served.process.pid)) == 2
