@@ -28,6 +28,7 @@ from ludus.config.registry import Registry
 from ludus.config.schema import RunConfig
 from ludus.config.secrets import shown_override
 from ludus.core.errors import ConfigError, LudusError, MissingDependency, did_you_mean
+from ludus.core.files import NOT_REGULAR
 from ludus.core.modules import load_module, told
 from ludus.core.types import Spec
 
@@ -250,7 +251,7 @@ def _not_a_file(path: Path) -> str:
     if path.is_dir():
         return "is a folder, not a YAML file"
     if path.exists():
-        return "is a pipe or a device, not a file"
+        return NOT_REGULAR
     folders = [path.parent, Path("recipes")]
     found = [f for folder in reversed(folders) for f in sorted(folder.glob("*.y*ml"))]
     files = {f.stem: str(f) for f in found if f.is_file()}

@@ -41,10 +41,13 @@ class InUse(Exception):
         self.owner = owner
 
 
+NOT_REGULAR = "is a pipe or a device, not a file"
+
+
 def not_there(path: Path) -> str:
-    """What is wrong with a path that is no file and no folder, in words."""
+    """The fault of a path that is no file and no folder, in words."""
     if path.exists():
-        return "is a pipe or a device, not a file"
+        return NOT_REGULAR
     return f"does not exist{searched(path)}"
 
 

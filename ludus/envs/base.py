@@ -86,8 +86,8 @@ NAME_BYTES = 200
 
 
 def copy_returned() -> str:
-    """What is wrong if a process that a call forked came back from it since this was asked last;
-    else ""."""
+    """Returns the fault of a call that forked, if the new process came back from it since this was
+    asked last; else ""."""
     returned = _returned.get(os.getpid())
     if returned is None or not returned[0]:
         return ""
@@ -254,27 +254,29 @@ class NoExpert(Exception):
 
 def expert_action(env: Any) -> str:
     """Returns the expert's action. Errors: NoExpert; EnvError for anything else than a text."""
-    action: Any = env.expert_action()
-    if inspect.iscoroutine(action):
-        action.close()
-        raise EnvError("expert_action is async: write `def expert_action`")
+    action: Any = _not_a_coroutine(env.expert_action(), "expert_action")
     if not isinstance(action, str):
         raise EnvError(f"expert_action returned {action!r:.80}; it has to return a text")
     return action
 
 
 def expert_steps(env: Any) -> str:
-    """Returns what the expert writes before its action, with a line break; "" for nothing.
+    """Returns the expert's lines before its action, with a line break; "" for none.
 
     Errors: EnvError for anything else than a text or None.
     """
-    steps: Any = env.expert_steps()
+    steps: Any = _not_a_coroutine(env.expert_steps(), "expert_steps")
     if steps is not None and not isinstance(steps, str):
-        if inspect.iscoroutine(steps):
-            steps.close()
-            raise EnvError("expert_steps is async: write `def expert_steps`")
         raise EnvError(f"expert_steps returned {steps!r:.80}; it has to return a text or None")
     return f"{steps}\n" if steps else ""
+
+
+def _not_a_coroutine(result: Any, method: str) -> Any:
+    """The result itself. Errors: EnvError for a method that is async, and must not be."""
+    if inspect.iscoroutine(result):
+        result.close()
+        raise EnvError(f"{method} is async: write `def {method}`")
+    return result
 
 
 class Env(ABC):
@@ -393,9 +395,8 @@ class Env(ABC):
         raise NoExpert(f"{type(self).__name__} has no expert")
 
     def expert_steps(self) -> str | None:
-        """What the expert writes before its next action, on lines of its own: how the action
-        follows. For demonstrations in the format `plain`; `step` then receives both. None: nothing.
-        """
+        """The lines that the expert writes before its next action: how the action follows. For
+        demonstrations in the format `plain`; `step` then receives both. None: nothing."""
         return None
 
     def expert_code(self) -> str | Sequence[str] | None:

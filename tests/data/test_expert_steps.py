@@ -1,4 +1,4 @@
-"""What an expert writes before its action: which demonstrations have it, what is refused."""
+"""Steps of an expert before its action: which demonstrations have them, what is refused."""
 
 from __future__ import annotations
 

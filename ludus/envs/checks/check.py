@@ -149,10 +149,10 @@ def _subject(env: Spec | str | type[Env], timeout_s: float) -> Subject:
         return Subject(None, env, env, timeout_s)
     spec = Spec(name=env) if isinstance(env, str) else env
     args, target = ENVS.check(spec), ENVS.load(spec.name)
+    if inspect.isfunction(target):
+        raise ConfigError(f"{spec.name!r} is a function: derive a class from ludus.Env")
     if not isinstance(target, type) or not issubclass(target, Env):
-        it = "a class" if inspect.isfunction(target) else "the class"
-        what = "is a function" if inspect.isfunction(target) else "is not an environment"
-        raise ConfigError(f"{spec.name!r} {what}: derive {it} from ludus.Env")
+        raise ConfigError(f"{spec.name!r} is not an environment: derive the class from ludus.Env")
     return Subject(spec, target, partial(target, **args), timeout_s)
 
 
@@ -266,7 +266,7 @@ async def _expert(subject: Subject, player: Player) -> None:
 
 
 def _others(found: Sequence[str]) -> str:
-    """How many tasks beside the first one have the same fault, in words."""
+    """The number of tasks that have the same fault as the first one, in words."""
     return f" (so it is in {counted(len(found) - 1, 'other task')})" if found[1:] else ""
 
 

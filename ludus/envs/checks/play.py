@@ -64,9 +64,8 @@ class Player:
     `max_turns` of an episode are played; fewer where the environment is `slow`: then `unit_s` are
     the seconds of an episode, and `left_s` those left for the checks. `call_s`: seconds of the
     newest call, in its thread. `left_out`: checks that would take too long.
-    `largest`: characters of the largest messages, by the call that returned them. `slowest_s`: of
-    a step. `unended`: a step
-    raised after one that gave a reward and did not end the episode.
+    `largest`: characters of the largest messages, by the call that returned them. `slowest_s`: of a
+    step. `unended`: a step raised after one that gave a reward and did not end the episode.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class Player:
         return _text(await self.call("expert_action", ask), "expert_action returned a text that")
 
     async def steps(self, env: Env) -> str:
-        """What the expert writes before its action. Errors: EnvError for no text."""
+        """The expert's lines before its action. Errors: EnvError for no text."""
 
         async def ask() -> str:
             return expert_steps(env)

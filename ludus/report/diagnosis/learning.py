@@ -219,7 +219,7 @@ def flat(history: History, config: RunConfig) -> Found | None:
 
 
 def _to_a_rise(kl: float | None, config: RunConfig) -> str:
-    """What to try where the reward stays, by how far an optimizer step moves the policy."""
+    """Advice where the reward stays, by how far an optimizer step moves the policy."""
     more = "more episodes a step (`rl.groups_per_step`, `rl.group_size`), or easier tasks"
     if kl is None:
         return f"Try {more}"
