@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
@@ -33,6 +32,7 @@ from pydantic import BaseModel, ValidationError
 from ludus.core.errors import ConfigError, EnvError, did_you_mean
 from ludus.core.modules import not_async
 from ludus.core.types import Message, Observation, StepResult, Task, ToolCall, ToolSpec
+from ludus.envs import forks
 
 T = TypeVar("T")
 
@@ -71,31 +71,6 @@ def exit_error(failure: BaseException) -> EnvError:
     return EnvError(f"the environment called for exit: {failure!r}")
 
 
-FORKS = "{} forks, and the new process returns from the call too: end it with os._exit"
-
-
-class Forked(EnvError):
-    """A process that the environment forked returned from one of its calls."""
-
-
-_returned: dict[int, mmap.mmap] = {}
-"""A text for this process, by its id: the name of a call that forked, where the new process came
-back from it."""
-
-NAME_BYTES = 200
-
-
-def copy_returned() -> str:
-    """Returns the fault of a call that forked, if the new process came back from it since this was
-    asked last; else ""."""
-    returned = _returned.get(os.getpid())
-    if returned is None or not returned[0]:
-        return ""
-    name = returned[:].rstrip(b"\0").decode("utf-8", "replace")
-    returned[:] = bytes(NAME_BYTES)
-    return FORKS.format(name)
-
-
 async def awaited(name: str, result: Awaitable[T]) -> T:
     """Returns the awaited result of a method. A process that the method forked, and that returns
     from it too, ends here.
@@ -105,11 +80,7 @@ async def awaited(name: str, result: Awaitable[T]) -> T:
     """
     if not inspect.isawaitable(result):
         raise EnvError(not_async(f"the environment's {name}", name, result))
-    process = os.getpid()
-    if process not in _returned:
-        _returned.clear()
-        _returned[process] = mmap.mmap(-1, NAME_BYTES)  # shared with what it forks
-    returned = _returned[process]
+    process, copies = os.getpid(), forks.returned()
     try:
         return await result
     except ValidationError as error:
@@ -118,11 +89,9 @@ async def awaited(name: str, result: Awaitable[T]) -> T:
         raise EnvError(f"{_own_name(name, result)}: {fault}") from error
     finally:
         if os.getpid() != process:
-            own = _own_name(name, result).encode()[:NAME_BYTES]
-            returned[:] = own.ljust(NAME_BYTES, b"\0")
-            os._exit(1)
-        if returned[0]:
-            raise Forked(copy_returned())
+            forks.end_copy(copies, _own_name(name, result))
+        if copies[0]:
+            raise forks.Forked(forks.copy_returned())
 
 
 def _own_name(name: str, result: object) -> str:

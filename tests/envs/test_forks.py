@@ -10,7 +10,8 @@ from faulty_envs import Digit
 
 from ludus.core.errors import EnvError
 from ludus.core.types import Message, StepResult
-from ludus.envs.base import awaited, copy_returned
+from ludus.envs.base import awaited
+from ludus.envs.forks import copy_returned
 
 
 async def test_the_copy_ends_and_the_next_call_tells() -> None:

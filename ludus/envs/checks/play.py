@@ -21,13 +21,13 @@ from ludus.envs import ENVS
 from ludus.envs.base import (
     PREPARE_S,
     Env,
-    Forked,
     NoExpert,
     awaited,
     exit_error,
     expert_action,
     expert_steps,
 )
+from ludus.envs.forks import Forked
 from ludus.tasks.readers import check_unicode
 
 T = TypeVar("T")

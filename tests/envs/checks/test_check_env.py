@@ -22,7 +22,7 @@ from variants import variants
 
 from ludus.core.errors import ConfigError, EnvError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task
-from ludus.envs import base
+from ludus.envs import base, forks
 from ludus.envs.base import Env
 from ludus.envs.checks import outcomes, play
 from ludus.envs.checks.check import check_env
@@ -397,7 +397,7 @@ async def test_a_child_that_returns_from_the_call_ends() -> None:
     assert "forks, and the new process returns from the call too" in found.detail
     for copy in copies:
         os.waitpid(copy, 0)
-    base.copy_returned()  # of copies that ended after the check: the next test has none
+    forks.copy_returned()  # of copies that ended after the check: the next test has none
 
 
 async def test_rewards_that_are_no_numbers_are_no_difference() -> None:
