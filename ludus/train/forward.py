@@ -34,7 +34,7 @@ from ludus.train.kernels.compiled import CompiledLayers
 from ludus.train.kernels.fused import FusedLayers
 from ludus.train.kernels.logprobs import Head, backbone, find_head, score_logits
 from ludus.train.kernels.tiles import Plan, tiles
-from ludus.train.packing import Layout, MicroBatch, attention_mask, pack
+from ludus.train.packing import Layout, MicroBatch, attention_mask, pack, rounded
 
 Attention = Literal["tiles", "dense", "none"]
 
@@ -45,6 +45,9 @@ TRIAL_WINDOW = 2
 SMALL_PASS = 6e8
 """Tokens times weights of a pass below which one thread is faster than several: waiting for each
 other takes longer than the work that threads share (measured with 0.8 M weights, docs/log.md)."""
+SHAPES = 64
+"""Row lengths and numbers of places of a pass in bfloat16 on the CPU are multiples of it: oneDNN
+prepares a product of a new shape in up to 13 ms, longer than the product takes (docs/log.md)."""
 UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)
 """Errors of a model that does not support an attention."""
 
@@ -77,6 +80,7 @@ class Forward:
         self.vocabulary = vocabulary
         self.temperature = temperature
         self.device = next(model.parameters()).device
+        self._dtype = next(model.parameters()).dtype
         self._num_weights = sum(p.numel() for p in model.parameters())
         self.head: Head | None = find_head(model)
         self._layers: CompiledLayers | FusedLayers | None = None
@@ -140,6 +144,7 @@ class Forward:
 
         Recomputed layers keep no weights: they must do the same work twice.
         """
+        micro_batch = self._shaped(micro_batch)
         keep = not self.settings.gradient_checkpointing
         num_rows, width = micro_batch.ends_RT.shape
         ends_RT = micro_batch.ends_RT + width * torch.arange(num_rows)[:, None]
@@ -151,12 +156,19 @@ class Forward:
         windowed = {n: by_window[w] for n, w in enumerate(self._windows or ()) if w}
         return Plan(tiles(ends_T), keep=keep, windowed=windowed)
 
+    def _shaped(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The micro-batch as it is computed: padded where shapes that recur are faster."""
+        half = self.settings.dtype == "bfloat16" or self._dtype == torch.bfloat16
+        return rounded(micro_batch, SHAPES) if half and self.device.type == "cpu" else micro_batch
+
     def hidden_states(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Returns the last hidden states [P, E] of the places that predict loss tokens, after the
-        final norm, and their logits [P, V] if `Head` does not support the model's head.
+        final norm, and their logits [P, V] if `Head` does not support the model's head. Of a pass
+        in bfloat16 on the CPU, copies of the last place may follow.
 
         `hidden[micro_batch.place_N]` has one row per loss token: the state that predicts it.
         """
+        micro_batch = self._shaped(micro_batch)
         inputs = self._inputs(micro_batch)
         places_P = micro_batch.places_P.to(self.device)
         if self.head is not None:

@@ -21,13 +21,14 @@ micro-batch, T positions, N loss tokens, P places that predict a loss token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ludus.core.errors import ConfigError, TrainingError
 from ludus.core.types import Constraint, Sample
@@ -193,6 +194,26 @@ def pack(
         layout=layout,
         pad_id=pad_id,
         whole=whole,
+    )
+
+
+def rounded(micro_batch: MicroBatch, multiple: int) -> MicroBatch:
+    """The same loss tokens, with row lengths and the number of places padded to multiples.
+
+    Padding attends to itself alone; the last place is repeated, and no loss token reads the copies.
+    """
+    width = micro_batch.token_ids_RT.shape[1]
+    more = -width % multiple
+    new_width, places_P = width + more, micro_batch.places_P
+    alone = torch.arange(width + 1, new_width + 1).expand(len(micro_batch.ends_RT), -1)
+    copies = places_P[-1:].expand(-len(places_P) % multiple)
+    places_P = torch.cat([places_P, copies])
+    return replace(
+        micro_batch,
+        token_ids_RT=F.pad(micro_batch.token_ids_RT, (0, more)),
+        positions_RT=F.pad(micro_batch.positions_RT, (0, more)),
+        ends_RT=torch.cat([micro_batch.ends_RT, alone], dim=1),
+        places_P=places_P // width * new_width + places_P % width,
     )
 
 

@@ -44,6 +44,10 @@ class ExactForward(Forward):
         """One sample a row: attention is dense, so long rows cost too much memory."""
         return "single"
 
+    def _shaped(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Unchanged: the sampler's operations are compared with those on the same shapes."""
+        return micro_batch
+
     def hidden_states(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """As in `Forward`, with the logits [P, V]."""
         with exact():

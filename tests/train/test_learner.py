@@ -42,10 +42,11 @@ from ludus.models.samplers.engine import InProcessSampler
 from ludus.train import forward
 from ludus.train.algorithms.aggregates import trajectory_mean
 from ludus.train.algorithms.losses import LossFn, LossInputs, LossOutput, clipped, cross_entropy
+from ludus.train.forward import SHAPES, Forward
 from ludus.train.kernels import compiled, fused, tiles
 from ludus.train.kernels.compiled import has_compiler
 from ludus.train.learner import Learner, learning_rate
-from ludus.train.packing import Batch, MicroBatch, pack
+from ludus.train.packing import Batch, MicroBatch, pack, rounded
 
 COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 COMMON |= {"intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.2}
@@ -484,6 +485,32 @@ def test_bfloat16_is_near() -> None:
     for name, gradient in exact.items():
         assert half[name].dtype == torch.float32
         assert torch.cosine_similarity(half[name].flatten(), gradient.flatten(), dim=0) > 0.99
+
+
+@pytest.mark.parametrize("layout", ["tree", "packed", "single"])
+def test_padded_passes_change_no_gradient(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = make_samples(14)
+    batch = pack(samples, trajectory_mean(samples), tokens_per_batch=64, pad_id=0, layout=layout)
+    model = policy()
+    exact, metrics = step_gradients(make_learner(copy.deepcopy(model)), batch, SURROGATE)
+    monkeypatch.setattr(Forward, "_shaped", lambda _, micro: rounded(micro, SHAPES))
+    padded, padded_metrics = step_gradients(make_learner(copy.deepcopy(model)), batch, SURROGATE)
+    assert padded_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7)
+    for name, gradient in exact.items():
+        torch.testing.assert_close(padded[name], gradient, atol=1e-7, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "padded"), [("bfloat16", True), ("float32", False)])
+def test_passes_in_bfloat16_have_shapes_that_recur(dtype: Any, padded: bool) -> None:
+    """oneDNN prepares each new shape of a product in bfloat16 for longer than it computes it."""
+    samples = make_samples(14)
+    batch = pack(samples, trajectory_mean(samples), tokens_per_batch=64, pad_id=0)
+    forward = make_learner(policy(), settings=LearnerConfig(dtype=dtype)).forward
+    for micro in batch.micro_batches:
+        with forward.passes(micro):
+            hidden_PE, _ = forward.hidden_states(micro)
+        assert (len(hidden_PE) % SHAPES == 0) is padded
+        assert padded or len(hidden_PE) == len(micro.places_P)
 
 
 def test_gradient_checkpointing_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

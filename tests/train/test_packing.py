@@ -17,7 +17,7 @@ from ludus.core.errors import ConfigError, TrainingError
 from ludus.core.types import Constraint, Sample
 from ludus.train.algorithms.aggregates import trajectory_mean
 from ludus.train.algorithms.losses import LossInputs, clipped
-from ludus.train.packing import Batch, Layout, MicroBatch, arrange, attention_mask, pack
+from ludus.train.packing import Batch, Layout, MicroBatch, arrange, attention_mask, pack, rounded
 
 VOCABULARY = 32
 
@@ -75,6 +75,24 @@ def test_two_rows_by_hand() -> None:
     assert micro.ref_logprobs_N is None
     assert (batch.num_samples, batch.num_loss_tokens, batch.num_tokens) == (3, 8, 11)
     assert batch.padding == pytest.approx(1 / 12)
+
+
+def test_rounded_rows_and_places_by_hand() -> None:
+    samples = [make_sample([1, 2, 3], "a"), make_sample([5, 6, 7, 8, 9, 2], "b")]
+    batch = pack(samples, trajectory_mean(samples), tokens_per_batch=12, pad_id=31)
+    (micro,) = batch.micro_batches
+    wider = rounded(micro, 4)
+    assert wider.token_ids_RT.tolist() == [[5, 6, 7, 8, 9, 2, 0, 0], [1, 2, 3, 31, 31, 31, 0, 0]]
+    assert wider.positions_RT.tolist() == [[0, 1, 2, 3, 4, 5, 0, 0], [0, 1, 2, 0, 0, 0, 0, 0]]
+    assert wider.ends_RT.tolist() == [[6, 6, 6, 6, 6, 6, 7, 8], [3, 3, 3, 4, 5, 6, 7, 8]]
+    assert micro.places_P.tolist() == [0, 1, 2, 3, 4, 6, 7]
+    assert wider.places_P.tolist() == [0, 1, 2, 3, 4, 8, 9, 9]
+    assert wider.place_N is micro.place_N
+    again = rounded(wider, 4)
+    assert all(
+        torch.equal(getattr(again, name), getattr(wider, name))
+        for name in ("token_ids_RT", "positions_RT", "ends_RT", "places_P")
+    )
 
 
 def test_types() -> None:

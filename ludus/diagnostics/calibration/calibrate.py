@@ -49,6 +49,7 @@ from ludus.diagnostics.calibration.tuned import (
     num_tasks_of,
     with_choices,
     with_few_episodes,
+    with_measurement,
     with_target,
 )
 from ludus.diagnostics.calibration.warnings import SLOW_S
@@ -180,6 +181,7 @@ def _calibrate(
     most = choices.MOST_HELDOUT if model is None else choices.NUM_HELDOUT
     config = with_tasks(config, subject, distinct, reset_s, most)
     config, splits = with_splits(config, subject)
+    config = with_measurement(config, len(splits.train))
     config, lengths = with_lengths(config, subject, expert.turns, shown, searches)
     say(
         f"tokens: prompts to {lengths.prompt_max}, turns {lengths.turn_mean:.1f} to "

@@ -22,12 +22,22 @@ NUM_BETWEEN = 128
 """Held-out tasks of an evaluation during RL."""
 
 
+def with_measurement(config: RunConfig, num_train: int) -> RunConfig:
+    """The recipe that measures the end of SFT on as many tasks as it does not show."""
+    if config.sft is None or config.sft.until is None:
+        return config
+    num_tasks, samples = choices.measured_episodes(num_train)
+    measured = {"num_tasks": num_tasks, "samples_per_task": samples}
+    until = config.sft.until.model_copy(update=measured)
+    return config.model_copy(update={"sft": config.sft.model_copy(update={"until": until})})
+
+
 def with_few_episodes(config: RunConfig) -> RunConfig:
     """The recipe for an environment whose steps take long: fewer episodes in each step."""
     assert config.sft is not None
     assert config.rl is not None
     until = config.sft.until and config.sft.until.model_copy(
-        update={"num_tasks": 8, "samples_per_task": 2}
+        update={"num_tasks": min(16, config.sft.until.num_tasks), "samples_per_task": 1}
     )
     few = {"groups_per_step": 8, "group_size": 4, "minibatches": 1}
     return config.model_copy(
