@@ -40,11 +40,6 @@ success was 2.8 and 5.5 times that of AdamW at a constant rate (docs/log.md)."""
 FREE_TURN = 200
 """Tokens of a turn of a pretrained model, where no expert shows how long a turn is."""
 
-SHAPE = {"induction_heads": True, "head_dim": 64}
-"""Of a model from scratch. Induction heads of 32 have 22 coordinates to tell tokens apart, and
-confuse them; heads of 64 have 46. 1,000 steps of SFT took chain_sum to 6, 14 and 15 % with 32, to
-27, 21 and 41 % with 64 (docs/log.md)."""
-
 
 def base(
     subject: Subject, seed: int, model: str | None, data_file: str, *, shows: bool
@@ -61,7 +56,7 @@ def base(
         "model": {"path": model, "device": device(), "context_length": 4096}
         if model
         else {
-            "architecture": {"name": "qwen3", "args": SHAPE},
+            "architecture": {"name": "qwen3", "args": {"induction_heads": True}},
             "tokenizer": {"name": "words"},
             "chat_template": "plain",
             "context_length": 4096,
@@ -221,6 +216,10 @@ def with_lengths(
         }
     )
     model = config.model.model_copy(update={"context_length": context})
+    if model.architecture is not None and lengths.episode_mean <= choices.SHORT_EPISODE:
+        args = model.architecture.args | {"head_dim": choices.WIDE_HEADS}
+        wide = model.architecture.model_copy(update={"args": args})
+        model = model.model_copy(update={"architecture": wide})
     batch = max(8192, context)
     sft = config.sft
     if sft is not None:

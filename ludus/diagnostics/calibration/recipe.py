@@ -88,7 +88,9 @@ def section(name: str, lines: Iterator[Line]) -> list[str]:
 
 def _model(c: Calibration) -> Iterator[Line]:
     model, (in_turns, in_prompts) = c.config.model, c.unknown
-    scratch = "from scratch: 4 layers of width 128, about 1 M weights; can look words up at once"
+    wide = model.architecture is not None and "head_dim" in model.architecture.args
+    weights = "1.0 M weights" if wide else "0.8 M weights"
+    scratch = f"from scratch: 4 layers of width 128, {weights}; can look words up at once"
     yield "architecture", model.architecture, scratch
     told = f"starting values: {c.start.name} ({c.start.source})" if c.start else ""
     yield from of_model(model, told)

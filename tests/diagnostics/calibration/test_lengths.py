@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ludus.core.types import Message, Task
 from ludus.data.conversations import Conversation
 from ludus.diagnostics.calibration import tokens
@@ -31,6 +33,19 @@ def test_one_long_row_among_many_sets_no_size() -> None:
     assert list(of_lengths(lengths, made.model.context_length)) == []
     (told,) = of_lengths(with_long, same.model.context_length)
     assert told.startswith("1 of 199 episodes of the expert exceeds the context of 128 tokens")
+
+
+@pytest.mark.parametrize(("words", "width"), [(200, 64), (300, None)])
+def test_heads_are_wide_where_episodes_are_short(words: int, width: int | None) -> None:
+    """Attention takes most of a step of long episodes, and wider heads take twice as long."""
+    fields = {"path": "rows.jsonl"}
+    subject = Subject("data", "rows.jsonl", "rows", reader="json", fields=fields, judge=WHOLE)
+    shown = [conversation(words, 2) for _ in range(8)]
+    config = base(subject, 0, None, "sft.jsonl", shows=True)
+    made, _ = with_lengths(config, subject, [1] * 8, shown)
+    assert made.model.architecture is not None
+    assert made.model.architecture.args.get("head_dim") == width
+    assert made.model.architecture.args["induction_heads"] is True
 
 
 def test_the_longest_of_few_or_of_similar_rows_counts() -> None:
