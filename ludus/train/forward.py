@@ -157,9 +157,11 @@ class Forward:
         return Plan(tiles(ends_T), keep=keep, windowed=windowed)
 
     def _shaped(self, micro_batch: MicroBatch) -> MicroBatch:
-        """The micro-batch as it is computed: padded where shapes that recur are faster."""
+        """The micro-batch as it is computed: padded where shapes that recur are faster. Tiles alone
+        take positions as they are: elsewhere padding would stand beyond the last position."""
         half = self.settings.dtype == "bfloat16" or self._dtype == torch.bfloat16
-        return rounded(micro_batch, SHAPES) if half and self.device.type == "cpu" else micro_batch
+        recurs = half and self.device.type == "cpu" and self.attention == "tiles"
+        return rounded(micro_batch, SHAPES) if recurs else micro_batch
 
     def hidden_states(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Returns the last hidden states [P, E] of the places that predict loss tokens, after the

@@ -513,6 +513,24 @@ def test_passes_in_bfloat16_have_shapes_that_recur(dtype: Any, padded: bool) -> 
         assert padded or len(hidden_PE) == len(micro.places_P)
 
 
+@pytest.mark.parametrize("attention", ["tiles", "none"])
+def test_padding_takes_no_position_beyond_the_last(
+    attention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-2 learns a vector for each position; the longest sample here has the last."""
+    monkeypatch.setattr(Forward, "_find_attention", lambda _: attention)
+    samples = make_samples(14)
+    longest = max(len(sample.token_ids) for sample in samples)
+    shape = GPT2Config(vocab_size=VOCAB, n_positions=longest, n_embd=32, n_layer=2, n_head=4)
+    shape.resid_pdrop = shape.embd_pdrop = shape.attn_pdrop = 0.0
+    learner = make_learner(
+        AutoModelForCausalLM.from_config(shape), settings=LearnerConfig(dtype="bfloat16")
+    )
+    layout, weights = learner.forward.layout, trajectory_mean(samples)
+    batch = pack(samples, weights, tokens_per_batch=64, pad_id=0, layout=layout)
+    assert learner.train_step(batch, SURROGATE)["grad_norm"] > 0
+
+
 def test_gradient_checkpointing_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "KEEP", 64 * 64 * 4)  # room for one layer of the two
     samples = make_samples(14)
