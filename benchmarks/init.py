@@ -200,8 +200,9 @@ def main() -> None:
         "an hour. Success on held-out tasks, greedy, with 95 % intervals. Rows of one core had "
         "half of the processor time that the goal allows (10 minutes on two cores). Observations: "
         "`sft.observation_weight` of the recipe; rows with 0, and rows with adamw, are of earlier "
-        "recipes of `init`. Induction heads: their width; `init` writes 64 now, and rows with 32, "
-        "or without, are of earlier recipes.\n\n"
+        "recipes of `init`. Induction heads: their width. `init` writes 64 now where the "
+        "expert's episodes have at most 256 tokens on average, and 32 elsewhere; rows without are "
+        "of earlier recipes.\n\n"
         + table(head, [row(key, result) for key, result in sorted(results.items())])
         + "\n"
         + (f"\nNot run to the end: {', '.join(left)}.\n" if left else "")

@@ -1,6 +1,6 @@
 """Settings of all tests: no internet, one thread, seeded property tests, skips by marker.
 
-Fixtures of several folders: the command line (`ludus`), the sandbox's layers and a browser.
+Fixtures of several folders: the command line (`ludus`), the sandbox's layers, NVRTC and a browser.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +111,24 @@ def layers() -> None:
         require_layers()
     except ConfigError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def nvrtc(layers: None) -> None:
+    """NVRTC, in the sandbox; without one of them, the test is skipped."""
+    from ludus.kernels.compiler import PACKAGES
+    from ludus.sandbox.bubblewrap import jailed
+
+    for package in PACKAGES:
+        try:
+            version(package)
+        except PackageNotFoundError:
+            pytest.skip(f"{package} is not installed: pip install 'ludus-rl[kernels]'")
+    if absent := jailed(PACKAGES).absent:
+        pytest.skip(
+            f"the sandbox's user may not read {absent[0]}: root's clone lies in a private folder; "
+            "clone into one that other users may enter (chmod o+x)"
+        )
 
 
 @pytest.fixture(scope="session")

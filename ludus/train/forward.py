@@ -79,8 +79,8 @@ class Forward:
         self.model = model
         self.vocabulary = vocabulary
         self.temperature = temperature
-        self.device = next(model.parameters()).device
-        self._dtype = next(model.parameters()).dtype
+        weight = next(model.parameters())
+        self.device, self._dtype = weight.device, weight.dtype
         self._num_weights = sum(p.numel() for p in model.parameters())
         self.head: Head | None = find_head(model)
         self._layers: CompiledLayers | FusedLayers | None = None

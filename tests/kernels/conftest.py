@@ -4,36 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import AsyncIterator
-from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 import pytest_asyncio
 
 from ludus.core.errors import ConfigError, MissingDependency
-from ludus.kernels.compiler import PACKAGES, CudaCompiler
+from ludus.kernels.compiler import CudaCompiler
 from ludus.kernels.triton.compiler import require_interpreter
 from ludus.kernels.verify.verifier import KernelVerifier
 from ludus.sandbox.base import Limits
-from ludus.sandbox.bubblewrap import jailed
 
 PATIENT = Limits(run_s=120.0, memory_mb=1024, num_processes=16)
 """Machines of tests are busy: only tests of the limits have short ones."""
 RUN = Limits(run_s=20.0, memory_mb=1024, num_processes=16, disk_mb=64, output_bytes=100_000)
-
-
-@pytest.fixture(scope="session")
-def nvrtc(layers: None) -> None:
-    """NVRTC, in the sandbox; without one of them, the test is skipped."""
-    for package in PACKAGES:
-        try:
-            version(package)
-        except PackageNotFoundError:
-            pytest.skip(f"{package} is not installed: pip install 'ludus-rl[kernels]'")
-    if absent := jailed(PACKAGES).absent:
-        pytest.skip(
-            f"the sandbox's user may not read {absent[0]}: root's clone lies in a private folder; "
-            "clone into one that other users may enter (chmod o+x)"
-        )
 
 
 @pytest.fixture(scope="session")

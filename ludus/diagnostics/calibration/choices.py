@@ -19,10 +19,11 @@ UNKNOWN_PROMPTS = 0.02
 """Share of unknown tokens in prompts above which `words` hides too much of the task."""
 
 WIDE_HEADS, SHORT_EPISODE = 64, 256
-"""Width of a model's heads where the expert's episodes have at most so many tokens; else 32.
-Induction heads of 32 have 22 coordinates to tell tokens apart, and confuse them; heads of 64 have
-46. 1,000 steps of SFT took chain_sum to 6, 14 and 15 % with 32, to 27, 21 and 41 % with 64
-(docs/log.md). In long episodes attention takes most of a step, and twice as long with 64."""
+"""Width of a model's heads where the expert's episodes have at most so many tokens on average; else
+the default, 32. Induction heads of 32 have 22 coordinates to tell tokens apart, and confuse them;
+heads of 64 have 46. 1,000 steps of SFT took chain_sum to 6, 14 and 15 % with 32, and with 64 to 27,
+21 and 41 % (docs/log.md). In long episodes attention takes most of a step, and twice as long with
+64."""
 
 MAX_CONTEXT = 4096
 """Longest context of a small model on a CPU."""
