@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ludus.diagnostics.calibration.trials import Trial
-from ludus.pipeline.sft_end import recent
+from ludus.pipeline.sft_end import LEAST_UNSEEN, recent
 
 MAX_WORDS = 4096
 """Largest vocabulary of the tokenizer `words`; above it, most of a small model is embeddings."""
@@ -241,8 +241,10 @@ def undemonstrated(num_train: int) -> int:
 
 
 def measured_episodes(num_train: int) -> tuple[int, int]:
-    """Tasks of a measurement of `sft.until`, and episodes of each."""
-    num_tasks = max(undemonstrated(num_train), 1)
+    """Tasks of a measurement of `sft.until`, and episodes of each: of those that SFT does not show,
+    or of all where these are too few."""
+    unseen = undemonstrated(num_train)
+    num_tasks = unseen if unseen >= LEAST_UNSEEN else max(num_train, 1)
     return num_tasks, min(math.ceil(NUM_MEASURED / num_tasks), MOST_SAMPLES)
 
 

@@ -89,8 +89,8 @@ def section(name: str, lines: Iterator[Line]) -> list[str]:
 def _model(c: Calibration) -> Iterator[Line]:
     model, (in_turns, in_prompts) = c.config.model, c.unknown
     wide = model.architecture is not None and "head_dim" in model.architecture.args
-    weights = "1.0 M weights" if wide else "0.8 M weights"
-    scratch = f"from scratch: 4 layers of width 128, {weights}; can look words up at once"
+    weights = "1.0 M weights, wide heads for short episodes" if wide else "0.8 M weights"
+    scratch = f"from scratch: 4 layers of width 128, {weights}; begins able to look words up"
     yield "architecture", model.architecture, scratch
     told = f"starting values: {c.start.name} ({c.start.source})" if c.start else ""
     yield from of_model(model, told)

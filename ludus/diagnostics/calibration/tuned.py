@@ -18,12 +18,16 @@ MAX_DEMONSTRATIONS = 6000
 DEMONSTRATIONS_SHARE = 0.2
 """Share of the minutes in which the expert may play them."""
 
+FEW_MEASURED = 16
+"""Episodes of a measurement of `sft.until` where steps take long."""
+
 NUM_BETWEEN = 128
 """Held-out tasks of an evaluation during RL."""
 
 
 def with_measurement(config: RunConfig, num_train: int) -> RunConfig:
-    """The recipe that measures the end of SFT on as many tasks as it does not show."""
+    """The recipe that measures the end of SFT on the tasks that it does not show, or on all where
+    these are too few."""
     if config.sft is None or config.sft.until is None:
         return config
     num_tasks, samples = choices.measured_episodes(num_train)
@@ -36,9 +40,11 @@ def with_few_episodes(config: RunConfig) -> RunConfig:
     """The recipe for an environment whose steps take long: fewer episodes in each step."""
     assert config.sft is not None
     assert config.rl is not None
-    until = config.sft.until and config.sft.until.model_copy(
-        update={"num_tasks": min(16, config.sft.until.num_tasks), "samples_per_task": 1}
-    )
+    until = config.sft.until
+    if until is not None:
+        num_tasks = min(until.num_tasks, FEW_MEASURED)
+        samples = min(until.samples_per_task, -(-FEW_MEASURED // num_tasks))
+        until = until.model_copy(update={"num_tasks": num_tasks, "samples_per_task": samples})
     few = {"groups_per_step": 8, "group_size": 4, "minibatches": 1}
     return config.model_copy(
         update={

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
 import yaml
 
 from ludus.config.schema import RunConfig
@@ -13,7 +14,7 @@ from ludus.diagnostics.calibration.calibrate import Calibration
 from ludus.diagnostics.calibration.first import base
 from ludus.diagnostics.calibration.subject import Subject, config_tasks
 from ludus.diagnostics.calibration.trials import Trial
-from ludus.diagnostics.calibration.tuned import with_choices
+from ludus.diagnostics.calibration.tuned import with_choices, with_few_episodes, with_measurement
 
 TEXTCRAFT = Subject("env", "textcraft", "textcraft", Spec(name="textcraft"), ["depth-1"])
 
@@ -56,3 +57,15 @@ def test_sft_is_measured_before_it_ends() -> None:
     assert Measured.config.sft.steps == 40
     written = {key: value for key, value, _ in recipe._sft(cast(Calibration, Measured))}
     assert written["until"] == {"success": 0.4, "every": 20}
+
+
+@pytest.mark.parametrize(
+    ("num_train", "measured"), [(3, (3, 4)), (9, (9, 2)), (39, (16, 1)), (1000, (16, 1))]
+)
+def test_slow_environments_measure_several_episodes(
+    num_train: int, measured: tuple[int, int]
+) -> None:
+    few = with_few_episodes(with_measurement(config_of(64), num_train))
+    assert few.sft is not None
+    assert few.sft.until is not None
+    assert (few.sft.until.num_tasks, few.sft.until.samples_per_task) == measured
