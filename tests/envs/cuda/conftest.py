@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from tests.kernels.conftest import cpp, nvrtc  # noqa: F401 - fixtures
+from tests.kernels.conftest import cpp  # noqa: F401 - a fixture
