@@ -35,7 +35,7 @@ from ludus.train.critic import Critic
 from ludus.train.forward import Forward
 from ludus.train.muon import make_optimizer
 from ludus.train.packing import Batch, MicroBatch
-from ludus.train.trust_region import NOT_MEASURED, moved, next_scale
+from ludus.train.trust_region import NOT_MEASURED, START, moved, next_scale
 
 log = get_logger(__name__)
 
@@ -100,7 +100,8 @@ class Learner:
         )
         self.dump_dir = dump_dir
         self.step = 0
-        self.rate_scale = 1.0
+        held = isinstance(config, RLOptimizerConfig) and config.target_kl is not None
+        self.rate_scale = START if held else 1.0
         self._pending: list[_Pending] = []
         self._declared: LossFn | None = None  # the loss whose unit was checked
         self.parameters = list(parameters or (p for p in model.parameters() if p.requires_grad))

@@ -15,7 +15,7 @@ from ludus.core.errors import counted
 from ludus.core.types import Spec
 from ludus.data.conversations import Conversation
 from ludus.diagnostics.calibration.calibrate import Calibration
-from ludus.diagnostics.calibration.trials import small_steps
+from ludus.diagnostics.calibration.trials import DTYPES, small_steps
 from ludus.envs import ENVS
 
 Line = tuple[str, Any, str]
@@ -30,7 +30,7 @@ def write(c: Calibration, command: str) -> str:
         f"name: {flow(c.config.name)}",
         *([f"seed: {c.config.seed}"] if c.config.seed else []),
         *section("model", _model(c)),
-        *of_products(c.config),
+        *of_products(c.config, _times(c)),
     ]
     for key in ("env", "judge"):
         if (spec := getattr(c.config, key)) is not None:
@@ -120,10 +120,18 @@ def of_model(model: ModelConfig, reason: str) -> Iterator[Line]:
         yield "lora", model.lora.model_dump(include={"rank", "alpha"}), ""
 
 
-def of_products(config: RunConfig) -> list[str]:
+def _times(c: Calibration) -> str:
+    """The seconds that decided on the type of products."""
+    if not c.trial.step_s:
+        return ""
+    exact, half = (c.trial.step_s[dtype] for dtype in DTYPES)
+    return f": {half:.2f} s a step of SFT, in float32 {exact:.2f} s"
+
+
+def of_products(config: RunConfig, times: str = "") -> list[str]:
     """The lines of `learner` and `sampler`, where they differ from the defaults."""
     learner = config.learner.model_dump(exclude_defaults=True)
-    half = "  # products in bfloat16, weights in float32" if "dtype" in learner else ""
+    half = f"  # products in bfloat16, weights in float32{times}" if "dtype" in learner else ""
     lines = [f"learner: {flow(learner)}{half}"] if learner else []
     if config.sampler != type(config).model_fields["sampler"].get_default(
         call_default_factory=True
@@ -167,7 +175,7 @@ def _rollout(c: Calibration) -> Iterator[Line]:
     if turns and isinstance(allowed, int) and isinstance(used, int) and used < allowed:
         told += f"; the class allows {allowed}"
     yield "max_turns", rollout.max_turns, told
-    yield "concurrency", rollout.concurrency, ""
+    yield "concurrency", rollout.concurrency, "episodes at the same time"
     shares = [f"{share:.0%} at {at:g}" for at, share in c.trial.signal.items()]
     told = f"groups with different rewards: {', '.join(shares)}" if shares else ""
     yield "temperature", rollout.temperature, told
@@ -220,8 +228,12 @@ def _rl(c: Calibration) -> Iterator[Line]:
     if rl.minibatches > 1:
         yield "minibatches", rl.minibatches, "optimizer steps of each step"
     used = ["lr", "eps", "warmup_steps", "schedule"]
-    used += ["target_kl"] if rl.optimizer.target_kl is not None else []
-    yield "optimizer", {name: getattr(rl.optimizer, name) for name in used}, ""
+    held = rl.optimizer.target_kl is not None
+    used += ["target_kl"] if held else []
+    told = (
+        "target_kl lowers lr where a step moves the policy farther, in nats a token" if held else ""
+    )
+    yield "optimizer", {name: getattr(rl.optimizer, name) for name in used}, told
     if c.config.evaluate.every:
         yield "# min_success_to_stop", 0.95, "would end RL where an evaluation reaches it"
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, cast
 
 from ludus.backends.local import LocalBackend
@@ -35,6 +35,19 @@ time allows only one."""
 
 RATE_STEPS, RATE_STEPS_SMALL = 20, 40
 """Steps of SFT at each rate; the second for `small_steps`."""
+
+DTYPES = ("float32", "bfloat16")
+"""Types of matrix products (`learner.dtype`) that are timed; bfloat16 is fast only on processors
+that multiply it natively."""
+
+FASTER = 0.85
+"""Share of the seconds of a step in float32 below which bfloat16 is taken."""
+
+DTYPE_STEPS, DTYPE_WARMUP = 10, 4
+"""Steps of SFT of each type, and the first of them that are not counted."""
+
+DTYPE_SHARE = 0.15
+"""Most of the trials' time for that."""
 
 NUM_UNSEEN = 64
 """Episodes of the expert that a trial of SFT does not show, for the loss; at most a fifth."""
@@ -73,6 +86,7 @@ class Trial:
     """Measurements of the trials; seconds are wall time.
 
     Args:
+        step_s: median seconds of a step of SFT, by `learner.dtype`.
         losses: loss per token of unseen episodes after a few steps of SFT, by learning rate.
         curve: steps of SFT and success of sampled episodes.
         signal: share of groups with different rewards, by temperature; `success` likewise.
@@ -82,6 +96,7 @@ class Trial:
         chance: success of random actions.
     """
 
+    step_s: dict[str, float] = field(default_factory=dict)
     losses: dict[float, float] = field(default_factory=dict)
     sft_step_s: float = 0.0
     curve: list[tuple[int, float]] = field(default_factory=list)
@@ -98,6 +113,12 @@ class Trial:
         best = min(self.losses.values())
         return min(rate for rate, loss in self.losses.items() if loss <= best * (1 + TIE))
 
+    @property
+    def dtype(self) -> str:
+        """bfloat16 where it was clearly faster; else float32, whose sampler agrees to the digit."""
+        exact, half = (self.step_s.get(dtype, math.inf) for dtype in DTYPES)
+        return DTYPES[half <= FASTER * exact < math.inf]
+
 
 @dataclass
 class _Metrics:
@@ -112,6 +133,9 @@ class _Metrics:
 
     def mean(self, name: str, last: int) -> float:
         return fmean(row.get(name, 0.0) for row in self.rows[-last:])
+
+    def median(self, name: str, last: int) -> float:
+        return median(row.get(name, 0.0) for row in self.rows[-last:])
 
 
 async def try_out(
@@ -134,6 +158,15 @@ async def try_out(
     assert config.sft is not None
     rate_steps = RATE_STEPS_SMALL if small_steps(config.sft) else RATE_STEPS
     try:
+        trial.step_s = await time_dtypes(
+            config,
+            lambda of_dtype: build(of_dtype, RunFolder(folder), splits, tokenizer, shown),
+            begun + DTYPE_SHARE * seconds,
+        )
+        config = at_dtype(config, trial.dtype)
+        if trial.dtype != DTYPES[0]:
+            exact, half = (trial.step_s[dtype] for dtype in DTYPES)
+            say(f"products in bfloat16: {half:.2f} s a step of SFT, in float32 {exact:.2f} s")
         for rate in RATES:
             made = build(_at_rate(config, rate), RunFolder(folder), splits, tokenizer, shown)
             metrics, stage = _Metrics(), sft_stage(made, lambda _: None)[0]
@@ -165,6 +198,38 @@ async def try_out(
             await made.collector.close()
             made.backend.close()
     return trial
+
+
+async def time_dtypes(
+    config: RunConfig, make: Callable[[RunConfig], Run], until: float
+) -> dict[str, float]:
+    """Time a step of SFT in both of DTYPES, in turns, so that a busy moment meets both; until a
+    time. Empty where that allows too few steps."""
+    if config.model.device != "cpu" or config.learner.dtype != DTYPES[0]:
+        return {}
+    runs: dict[str, tuple[Run, Stage, _Metrics]] = {}
+    try:
+        for dtype in DTYPES:
+            made = make(at_dtype(config, dtype))
+            runs[dtype] = made, sft_stage(made, lambda _: None)[0], _Metrics()
+        for start, end in ((0, DTYPE_WARMUP), (DTYPE_WARMUP, DTYPE_STEPS)):
+            for made, stage, metrics in runs.values():
+                await _steps(made, stage, metrics, start, end, until)
+                if len(metrics.rows) < end:
+                    return {}
+    finally:
+        for made, _, _ in runs.values():
+            await made.collector.close()
+            made.backend.close()
+    return {
+        dtype: metrics.median("time/step_s", DTYPE_STEPS - DTYPE_WARMUP)
+        for dtype, (_, _, metrics) in runs.items()
+    }
+
+
+def at_dtype(config: RunConfig, dtype: str) -> RunConfig:
+    """The configuration with this `learner.dtype`."""
+    return config.model_copy(update={"learner": config.learner.model_copy(update={"dtype": dtype})})
 
 
 def unseen_loss(made: Run, conversations: Sequence[Conversation]) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from ludus.config.schema import RunConfig, TasksConfig
 from ludus.core.types import Spec
 from ludus.diagnostics.calibration import choices
-from ludus.diagnostics.calibration.trials import Trial
+from ludus.diagnostics.calibration.trials import Trial, at_dtype
 
 MAX_DEMONSTRATIONS = 6000
 """Most demonstrations of a recipe."""
@@ -69,7 +69,7 @@ def with_choices(
     episodes_per_s: float,
     episode_tokens: float,
 ) -> tuple[RunConfig, choices.Steps]:
-    """Learning rate, temperature and steps, by the trials.
+    """Type of products, learning rate, temperature and steps, by the trials.
 
     Args:
         episode_tokens: tokens that an episode samples, by those of the expert's.
@@ -144,7 +144,7 @@ def with_choices(
         updates["demonstrations"] = config.demonstrations.model_copy(
             update={"num_episodes": max(number, 1), "num_workers": os.cpu_count() or 2}
         )
-    return config.model_copy(update=updates), planned
+    return at_dtype(config.model_copy(update=updates), trial.dtype), planned
 
 
 def fewer_heldout(

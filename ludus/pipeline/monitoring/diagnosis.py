@@ -85,7 +85,8 @@ def sft_metrics(num_kept: int, num_too_long: int, folder: RunFolder) -> dict[str
 
 def gain_metrics(before: Path, result: Evaluation) -> dict[str, float]:
     """`evaluate/gain` and its interval: the paired difference of success to the evaluation before
-    RL, over the tasks of both. Empty without that evaluation."""
+    RL, over the tasks of both; `evaluate/gain_from`: that evaluation's success on them. Empty
+    without that evaluation."""
     if not before.exists():
         return {}
     start = read_evaluation(before)
@@ -93,6 +94,6 @@ def gain_metrics(before: Path, result: Evaluation) -> dict[str, float]:
         gain = compare(start, result).success
     except DataError:  # nothing was scored in both, or tasks or settings changed
         return {}
-    ends = {"_low": gain.low, "_high": gain.high}
+    ends = {"_low": gain.low, "_high": gain.high, "_from": gain.a}
     known = {f"evaluate/gain{end}": value for end, value in ends.items() if value is not None}
     return {"evaluate/gain": gain.value, **known}

@@ -78,8 +78,8 @@ WATCHED = (
     "rollout/turns_of_success", "rollout/turns_of_truncated", "rollout/unknown_tokens",
     "rollout/tokens", "tasks/tier", "train/entropy", "train/grad_norm", "train/kl", "train/ratio",
     "train/clip_fraction", "train/sampler_gap", "evaluate/gain", "evaluate/gain_low",
-    "evaluate/gain_high", "evaluate/success", learning.TRAINED, "sft/conversations",
-    "sft/failed", "sft/too_long",
+    "evaluate/gain_high", "evaluate/gain_from", "evaluate/success", learning.TRAINED,
+    "sft/conversations", "sft/failed", "sft/too_long",
 )  # fmt: skip
 """The metrics that checks read."""
 

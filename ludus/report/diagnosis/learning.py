@@ -378,13 +378,17 @@ def no_gain(history: History, config: RunConfig) -> Found | None:
         return None
     told = f"{gain:+.1f} points ({100 * config.evaluate.confidence:g} % interval {low:+.1f} to "
     told += f"{high:+.1f})"
+    if start := history.last("evaluate/gain_from", 1):  # of runs since it is recorded
+        told += f", from {100 * start[0]:.1f} to {100 * start[0] + gain:.1f} % of the same tasks"
     if high < 0:
+        slower = f"lower `rl.optimizer.lr` (now {_lr(config)})"
+        if config.rl is not None and (target := config.rl.optimizer.target_kl) is not None:
+            slower = f"lower `rl.optimizer.target_kl` (now {target:g})"
         return Found(
             2,
             f"success on held-out tasks is below its start: {told}",
             "Use the checkpoint that `ludus checkpoint list RUN` marks as best; for RL that raises "
-            f"success, lower `rl.optimizer.lr` (now {_lr(config)}), or give a step more episodes "
-            "(`rl.groups_per_step`)",
+            f"success, {slower}, or give a step more episodes (`rl.groups_per_step`)",
         )
     return Found(
         1,

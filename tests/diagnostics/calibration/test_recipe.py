@@ -48,6 +48,19 @@ def test_long_turns_are_held_to_a_smaller_kl_a_token() -> None:
     assert [target(tokens) for tokens in (5, 36, 75)] == [0.003, 0.0006, 0.0003]
 
 
+def test_a_recipe_in_bfloat16_tells_the_seconds_that_decided() -> None:
+    class Measured:
+        trial = Trial(step_s={"float32": 0.331, "bfloat16": 0.196})
+        config = tuned(64, step_s=trial.step_s)
+
+    [line] = recipe.of_products(Measured.config, recipe._times(cast(Calibration, Measured)))
+    assert line == (
+        "learner: {dtype: bfloat16}  # products in bfloat16, weights in float32: 0.20 s a step of "
+        "SFT, in float32 0.33 s"
+    )
+    assert recipe.of_products(tuned(64)) == []
+
+
 def test_sft_is_measured_before_it_ends() -> None:
     class Measured:
         config = tuned(8, sft_step_s=1.0, eval_s=40.0, curve=[(5, 0.35)])

@@ -46,6 +46,21 @@ def test_unseen_episodes_that_all_exceed_the_context_favour_no_rate() -> None:
     assert Trial(losses={2e-3: loss, 1e-3: loss}).rate == 1e-3
 
 
+@pytest.mark.parametrize(
+    ("seconds", "dtype"),
+    [
+        ({"float32": 0.3, "bfloat16": 0.2}, "bfloat16"),
+        ({"float32": 0.3, "bfloat16": 0.29}, "float32"),
+        ({"float32": 0.3, "bfloat16": 3.0}, "float32"),
+        ({}, "float32"),
+    ],
+)
+def test_products_are_in_bfloat16_where_a_step_is_clearly_faster(
+    seconds: dict[str, float], dtype: str
+) -> None:
+    assert Trial(step_s=seconds).dtype == dtype
+
+
 async def test_memory_that_does_not_suffice_is_told_without_keys_of_a_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

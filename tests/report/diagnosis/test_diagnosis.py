@@ -292,9 +292,24 @@ def test_a_fall_is_not_answered_with_more_of_the_same(config: RunConfig) -> None
     fall = {"evaluate/gain": -0.12, "evaluate/gain_low": -0.17, "evaluate/gain_high": -0.07}
     [found] = Diagnosis(config).step("evaluate/after", 0, fall)
     assert "is below its start: -12.0 points" in found.text
+    assert "lower `rl.optimizer.lr`" in found.advice
     assert "marks as best" in found.advice
     assert "longer" not in found.advice
     assert "more tasks" not in found.advice
+
+
+def test_a_fall_tells_the_start_on_the_same_tasks_and_names_the_setting_that_decides(
+    config: RunConfig,
+) -> None:
+    assert config.rl is not None
+    held = config.rl.optimizer.model_copy(update={"target_kl": 4e-4})
+    changed = config.model_copy(update={"rl": config.rl.model_copy(update={"optimizer": held})})
+    fall = {"evaluate/gain": -0.12, "evaluate/gain_low": -0.17, "evaluate/gain_high": -0.07}
+    [found] = Diagnosis(changed).step("evaluate/rl", 9, {**fall, "evaluate/gain_from": 0.43})
+    assert found.text.endswith(
+        "(95 % interval -17.0 to -7.0), from 43.0 to 31.0 % of the same tasks"
+    )
+    assert "lower `rl.optimizer.target_kl` (now 0.0004)" in found.advice
 
 
 def test_other_findings_are_named_only_where_there_are_some(config: RunConfig) -> None:
