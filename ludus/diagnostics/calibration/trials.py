@@ -36,18 +36,21 @@ time allows only one."""
 RATE_STEPS, RATE_STEPS_SMALL = 20, 40
 """Steps of SFT at each rate; the second for `small_steps`."""
 
-DTYPES = ("float32", "bfloat16")
-"""Types of matrix products (`learner.dtype`) that are timed; bfloat16 is fast only on processors
-that multiply it natively."""
+DTYPES = {"float32": 2, "bfloat16": 12}
+"""Types of matrix products (`learner.dtype`) that are timed, and first steps that are not counted:
+oneDNN prepares products of new shapes. bfloat16 is fast only on processors that multiply it."""
 
 FASTER = 0.85
 """Share of the seconds of a step in float32 below which bfloat16 is taken."""
 
-DTYPE_STEPS, DTYPE_WARMUP = 10, 4
-"""Steps of SFT of each type, and the first of them that are not counted."""
+DTYPE_STEPS = 4
+"""Steps of SFT that are timed of each type, twice in turns."""
 
-DTYPE_SHARE = 0.15
-"""Most of the trials' time for that."""
+DTYPE_S = 12.0
+"""Most seconds for that, besides those of the other trials."""
+
+NUM_FEW = 500
+"""Episodes of the expert that these steps show: replaying all takes longer."""
 
 NUM_UNSEEN = 64
 """Episodes of the expert that a trial of SFT does not show, for the loss; at most a fifth."""
@@ -117,7 +120,7 @@ class Trial:
     def dtype(self) -> str:
         """bfloat16 where it was clearly faster; else float32, whose sampler agrees to the digit."""
         exact, half = (self.step_s.get(dtype, math.inf) for dtype in DTYPES)
-        return DTYPES[half <= FASTER * exact < math.inf]
+        return "bfloat16" if half <= FASTER * exact < math.inf else "float32"
 
 
 @dataclass
@@ -154,17 +157,20 @@ async def try_out(
     trial, begun = Trial(), time.perf_counter()
     number = min(NUM_UNSEEN, max(len(conversations) // 5, 1))
     shown, held = conversations[number:] or conversations, conversations[:number]
+    few = shown[:NUM_FEW]
     runs: list[tuple[float, Run, Stage, int]] = []
     assert config.sft is not None
     rate_steps = RATE_STEPS_SMALL if small_steps(config.sft) else RATE_STEPS
     try:
+        started = time.perf_counter()
         trial.step_s = await time_dtypes(
             config,
-            lambda of_dtype: build(of_dtype, RunFolder(folder), splits, tokenizer, shown),
-            begun + DTYPE_SHARE * seconds,
+            lambda of_dtype: build(of_dtype, RunFolder(folder), splits, tokenizer, few),
+            started + DTYPE_S,
         )
+        begun += time.perf_counter() - started
         config = at_dtype(config, trial.dtype)
-        if trial.dtype != DTYPES[0]:
+        if trial.dtype != "float32":
             exact, half = (trial.step_s[dtype] for dtype in DTYPES)
             say(f"products in bfloat16: {half:.2f} s a step of SFT, in float32 {exact:.2f} s")
         for rate in RATES:
@@ -205,15 +211,16 @@ async def time_dtypes(
 ) -> dict[str, float]:
     """Time a step of SFT in both of DTYPES, in turns, so that a busy moment meets both; until a
     time. Empty where that allows too few steps."""
-    if config.model.device != "cpu" or config.learner.dtype != DTYPES[0]:
+    if config.model.device != "cpu" or config.learner.dtype != "float32":
         return {}
     runs: dict[str, tuple[Run, Stage, _Metrics]] = {}
     try:
         for dtype in DTYPES:
             made = make(at_dtype(config, dtype))
             runs[dtype] = made, sft_stage(made, lambda _: None)[0], _Metrics()
-        for start, end in ((0, DTYPE_WARMUP), (DTYPE_WARMUP, DTYPE_STEPS)):
-            for made, stage, metrics in runs.values():
+        for turn in range(3):
+            for dtype, (made, stage, metrics) in runs.items():
+                start, end = len(metrics.rows), DTYPES[dtype] + turn * DTYPE_STEPS
                 await _steps(made, stage, metrics, start, end, until)
                 if len(metrics.rows) < end:
                     return {}
@@ -222,7 +229,7 @@ async def time_dtypes(
             await made.collector.close()
             made.backend.close()
     return {
-        dtype: metrics.median("time/step_s", DTYPE_STEPS - DTYPE_WARMUP)
+        dtype: metrics.median("time/step_s", 2 * DTYPE_STEPS)
         for dtype, (_, _, metrics) in runs.items()
     }
 
