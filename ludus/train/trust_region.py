@@ -14,9 +14,9 @@ SLOWEST, FASTEST = 1 / 16, 1.0
 """Limits of the scale: a policy that hardly moves may have nothing to learn from."""
 
 START = 1 / 8
-"""Scale of the first iteration. Adam's first steps have the full rate in each weight, for its
-moments hold no noise of other batches yet: at a scale of 1 the first iteration moved policies by 8
-to 80 times the target, and one of them lost a fifth of its success in it (docs/log.md)."""
+"""Scale of the first iteration. Adam's first steps move each weight by the full rate, for its
+moments hold no noise of other batches yet: at a scale of 1 the first iteration moved policies by 2
+to 81 times the target, and one of them lost a quarter of its success (docs/log.md)."""
 
 DOWN, UP = 0.25, 1.25
 """Limits of a change of the scale: a step that was too long is mended at once, a short one slowly,
