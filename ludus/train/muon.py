@@ -67,11 +67,12 @@ def orthogonal(matrices_BRC: Tensor) -> Tensor:
     gram = x @ x.mT
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     a, b, c = COEFFICIENTS
-    product = eye
-    for _ in range(NUM_ITERATIONS):
+    product = None
+    for iteration in range(1, NUM_ITERATIONS + 1):
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) + a * eye
-        product = factor @ product
-        gram = factor @ gram @ factor
+        product = factor if product is None else factor @ product
+        if iteration < NUM_ITERATIONS:
+            gram = factor @ gram @ factor
     nearest: Tensor = product @ x
     return nearest.mT if tall else nearest
 

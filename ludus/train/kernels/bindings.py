@@ -184,6 +184,13 @@ class Kernels:
             **dict(zip(names, into, strict=True)),
         )  # fmt: skip
 
+    def _turned(self, x_TKD: Tensor) -> Tensor:
+        """Returns keys or values as [K, D, T]; several times as fast as torch's copy."""
+        num, heads, dim = x_TKD.shape
+        out_KDT = x_TKD.new_empty(heads, dim, num)
+        self._call("ludus_turn", num, heads, dim, x_TKD, *x_TKD.stride()[:2], out_KDT)
+        return out_KDT
+
     def _attend(
         self,
         name: str,
@@ -202,9 +209,9 @@ class Kernels:
         scratch = self._lib.ludus_attention_scratch(*map(ctypes.c_long, (rows, keys, dim)))
         work = torch.empty(torch.get_num_threads(), scratch)
         a = _Attention(num_tiles=len(table), K=kv_heads, G=group, D=dim, scratch=scratch)
-        a.tokens, tensors["keys"] = len(k_TKD), k_TKD.permute(1, 2, 0).contiguous()
+        a.tokens, tensors["keys"] = len(k_TKD), self._turned(k_TKD)
         if "grad" in tensors:
-            tensors["values"] = v_TKD.permute(1, 2, 0).contiguous()
+            tensors["values"] = self._turned(v_TKD)
         a.softcap = scores.cap
         a.scale, a.tiles, a.spans, a.work = (
             scores.scale,

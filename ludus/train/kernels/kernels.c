@@ -254,6 +254,23 @@ static void product(long M, long N, long K, const float *a, long row, long colum
     }
 }
 
+#define BLOCK 64 /* tokens whose rows fit the first cache */
+
+/* Keys or values [T, K, D], with the given strides -> [K, D, T]. */
+void ludus_turn(long T, long K, long D, const num *x, long token, long head, num *y,
+                long threads) {
+#pragma omp parallel for num_threads(threads) collapse(2) schedule(static)
+    for (long k = 0; k < K; k++)
+        for (long start = 0; start < T; start += BLOCK) {
+            const num *in = x + k * head;
+            long stop = start + BLOCK < T ? start + BLOCK : T;
+            for (long d = 0; d < D; d++) {
+                num *out = y + (k * D + d) * T;
+                for (long t = start; t < stop; t++) out[t] = in[t * token + d];
+            }
+        }
+}
+
 /* Queries [start, stop) see the keys of their spans: all queries see the first `full` keys; of the
    others, a query sees those not in `hidden` [stop - start, keys - full]. */
 typedef struct {
