@@ -242,7 +242,7 @@ def _calibrate(
         *foretold.of_worlds(distinct, unseen),
         *foretold.of_lengths(lengths, config.model.context_length),
         *foretold.of_turns(expert.turns, config.rollout.max_turns),
-        *of_trial(config, trial, subject.kind),
+        *of_trial(config, trial, subject),
         *repeated(subject, expert, tasks),
     ]
     return Calibration(
@@ -270,10 +270,12 @@ def refuse_long(subject: Subject) -> None:
         )
 
 
-def of_trial(config: RunConfig, trial: Trial, kind: str) -> Iterator[str]:
+def of_trial(config: RunConfig, trial: Trial, subject: Subject) -> Iterator[str]:
     """Yields what is foretold of a recipe with SFT until a measured end, and of its RL."""
     if config.sft is not None and config.sft.until is not None:
-        yield from foretold.of_trial(trial, config.sft.steps, config.sft.until.success, kind)
+        yield from foretold.of_trial(
+            trial, config.sft.steps, config.sft.until.success, subject.kind, subject.tiers
+        )
         if (rl := config.rl) is not None:
             yield from foretold.of_episodes(rl.steps * rl.groups_per_step * rl.group_size)
 

@@ -26,7 +26,8 @@ def write(c: Calibration, command: str) -> str:
     """The recipe's text. `command`: that was called."""
     lines = [
         f"# Written by `{command}`, from measurements of {c.seconds:.0f} s on this machine.",
-        "# All keys: `ludus config`. The comments say what was measured.",
+        "# All keys: `ludus config`. The comments say what was measured."
+        + (" Paths count from where `ludus train` starts." if _has_paths(c) else ""),
         f"name: {flow(c.config.name)}",
         *([f"seed: {c.config.seed}"] if c.config.seed else []),
         *section("model", _model(c)),
@@ -45,6 +46,12 @@ def write(c: Calibration, command: str) -> str:
     ):
         lines += section(name, part)
     return "\n".join(lines) + "\n"
+
+
+def _has_paths(c: Calibration) -> bool:
+    """Whether the recipe names a file."""
+    named = c.config.env.name if c.config.env else ""
+    return ".py:" in named or c.subject.kind == "data"
 
 
 def write_conversations(conversations: list[Conversation], path: Path) -> None:

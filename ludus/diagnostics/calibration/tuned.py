@@ -126,6 +126,7 @@ def with_choices(
                 "minibatches": minibatches,
                 "optimizer": config.rl.optimizer.model_copy(
                     update={
+                        "lr": choices.RL_RATE if minibatches > 1 else choices.RL_RATE_FREE,
                         "warmup_steps": min(10, planned.rl // 5),
                         "target_kl": choices.target_kl(episode_tokens) if minibatches > 1 else None,
                     }

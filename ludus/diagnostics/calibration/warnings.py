@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
@@ -215,11 +216,23 @@ def of_episodes(number: int) -> Iterator[str]:
         )
 
 
-def of_trial(trial: Trial, steps: int, target: float, kind: str = "env") -> Iterator[str]:
+def easier_levels(kind: str, tiers: Sequence[str]) -> str:
+    """Advice to begin with less: the level that an environment names first, where it has more."""
+    if kind != "env":
+        return "take easier questions"
+    if len(tiers) < 2:
+        return "choose easier levels with --tiers"
+    return f"choose easier levels (--tiers {shlex.quote(tiers[0])}: the environment's first)"
+
+
+def of_trial(
+    trial: Trial, steps: int, target: float, kind: str = "env", tiers: Sequence[str] = ()
+) -> Iterator[str]:
     """Yields what the trials foretell.
 
     Args:
         steps, target: of the recipe's SFT at most, and the success at which it ends.
+        tiers: of the recipe, easiest first.
     """
     if not trial.curve:
         return
@@ -229,7 +242,7 @@ def of_trial(trial: Trial, steps: int, target: float, kind: str = "env") -> Iter
             f"after {step} steps of SFT no sampled episode succeeds, and no group has different "
             f"rewards. The recipe has up to {steps} steps; if the last measurement before RL is "
             "still 0 %, RL cannot help: "
-            + ("choose easier levels" if kind == "env" else "take easier questions")
+            + easier_levels(kind, tiers)
             + ", give more minutes, or a larger model"
         )
     elif success >= SOLVED:
@@ -242,12 +255,11 @@ def of_trial(trial: Trial, steps: int, target: float, kind: str = "env") -> Iter
             + ", or train with SFT alone"
         )
     elif (expected := expected_sft(trial, target)) is None or expected > steps:
-        easier = "choose easier levels with --tiers" if kind == "env" else "take easier questions"
         yield (
             f"success was {success:.0%} after {step} steps of SFT in the trial, and is not "
             f"expected to reach {target:.0%} in the recipe's {steps}: RL begins with few "
             "successes, and may not raise them in these minutes; "
-            f"{easier}, give more with --minutes, or take a larger model"
+            f"{easier_levels(kind, tiers)}, give more with --minutes, or take a larger model"
         )
     elif trial.signal and max(trial.signal.values()) < 0.1:
         yield (

@@ -45,7 +45,16 @@ def test_long_turns_are_held_to_a_smaller_kl_a_token() -> None:
         assert rl is not None
         return rl.optimizer.target_kl
 
-    assert [target(tokens) for tokens in (5, 36, 75)] == [0.003, 0.0006, 0.0003]
+    assert [target(tokens) for tokens in (5, 20, 36, 75)] == [0.003, 0.003, 0.002, 0.0008]
+
+
+def test_the_rate_of_rl_is_high_only_where_a_target_holds_it() -> None:
+    few, trial = with_few_episodes(config_of(64)), Trial(losses={2e-3: 1.0}, rl_step_s=1.0)
+    held, free = tuned(64).rl, with_choices(few, trial, 10, 1e9, 5)[0].rl
+    assert held is not None
+    assert free is not None
+    assert (held.optimizer.lr, free.optimizer.lr) == (1e-3, 3e-4)
+    assert (held.optimizer.target_kl, free.optimizer.target_kl) == (0.003, None)
 
 
 def test_a_recipe_in_bfloat16_tells_the_seconds_that_decided() -> None:

@@ -98,6 +98,9 @@ def test_few_tasks_and_no_success_are_told() -> None:
 def test_a_target_out_of_reach_is_foretold() -> None:
     flat = Trial(curve=[(290, 0.01), (660, 0.03)], signal={1.0: 0.2})
     assert "not expected to reach 40%" in "".join(warnings.of_trial(flat, 3000, 0.4))
+    assert "choose easier levels with --tiers," in "".join(warnings.of_trial(flat, 3000, 0.4))
+    named = "".join(warnings.of_trial(flat, 3000, 0.4, tiers=["two words", "hard"]))
+    assert "choose easier levels (--tiers 'two words': the environment's first)" in named
     rising = Trial(curve=[(20, 0.02), (40, 0.12)], signal={1.0: 0.2})
     assert list(warnings.of_trial(rising, 120, 0.4)) == []
 
