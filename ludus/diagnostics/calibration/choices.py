@@ -197,8 +197,8 @@ policy by 0.24 nats an episode of 75 tokens, and RL raised nothing. At 0.02 epis
 rose by 5 points where they rise by 20 (docs/log.md)."""
 
 RL_RATE, RL_RATE_FREE = 1e-3, 3e-4
-"""Peak learning rates of RL, with a `target_kl` that lowers it and without one. At 3e-4 a step moved
-a policy by a tenth of what it may, and held-out success rose by 7 in place of 20 points
+"""Peak learning rates of RL, with a `target_kl` that lowers it and without one. At 3e-4 a step
+moved a policy by a tenth of what it may, and held-out success rose by 7 in place of 20 points
 (docs/log.md)."""
 
 
