@@ -69,8 +69,8 @@ NOTES = """
   coin 0 1,280 and went from 33.6 to 28.6 %; `init` warned of both.
 - coin 0: the machine's speed varied by 2 within the run, so it took 13.6 minutes. Sampled in place
   of greedy, the same games give 41.9 % after SFT and 45.3 % after RL (docs/log.md).
-- number_sorting 0 is of the recipe before RL was held to a smaller KL; seed 1 then went from 59.6 to
-  64.1 % with that recipe.
+- number_sorting 0 is of the recipe before RL was held to a smaller KL; with it seed 1 went from
+  59.6 to 64.1 %.
 - number_sorting without induction heads went from 0.3 to 0.1 %.
 """
 """Remarks on rows of the table."""
