@@ -185,7 +185,7 @@ class Kernels:
         )  # fmt: skip
 
     def _turned(self, x_TKD: Tensor) -> Tensor:
-        """Returns keys or values as [K, D, T]; several times as fast as torch's copy."""
+        """Returns keys or values as [K, D, T], in half of the time of torch's copy."""
         num, heads, dim = x_TKD.shape
         out_KDT = x_TKD.new_empty(heads, dim, num)
         self._call("ludus_turn", num, heads, dim, x_TKD, *x_TKD.stride()[:2], out_KDT)
