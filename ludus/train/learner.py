@@ -100,8 +100,8 @@ class Learner:
         )
         self.dump_dir = dump_dir
         self.step = 0
-        held = isinstance(config, RLOptimizerConfig) and config.target_kl is not None
-        self.rate_scale = START if held else 1.0
+        self._target_kl = config.target_kl if isinstance(config, RLOptimizerConfig) else None
+        self.rate_scale = 1.0 if self._target_kl is None else START
         self._pending: list[_Pending] = []
         self._declared: LossFn | None = None  # the loss whose unit was checked
         self.parameters = list(parameters or (p for p in model.parameters() if p.requires_grad))
@@ -175,14 +175,14 @@ class Learner:
         Returns the KL, its target and the new scale as `train/NAME`; nothing without a target.
         Errors: ConfigError where the loss does not measure it.
         """
-        config = self.config
-        if not isinstance(config, RLOptimizerConfig) or config.target_kl is None:
+        config, target_kl = self.config, self._target_kl
+        if target_kl is None:
             return {}
         if steps and "kl" not in steps[0]:
             raise ConfigError(NOT_MEASURED)
         share = learning_rate(config, self.step, self.num_steps) / config.lr
-        kl, target = moved(steps), config.target_kl * share**2
-        self.rate_scale = next_scale(self.rate_scale, kl, config.target_kl, share)
+        kl, target = moved(steps), target_kl * share**2
+        self.rate_scale = next_scale(self.rate_scale, kl, target_kl, share)
         found = {"moved_kl": kl, "target_kl": target, "rate_scale": self.rate_scale}
         return {f"train/{name}": value for name, value in found.items() if value is not None}
 

@@ -15,7 +15,7 @@ from ludus.core.errors import counted
 from ludus.core.types import Spec
 from ludus.data.conversations import Conversation
 from ludus.diagnostics.calibration.calibrate import Calibration
-from ludus.diagnostics.calibration.trials import DTYPES, small_steps
+from ludus.diagnostics.calibration.trials import small_steps
 from ludus.envs import ENVS
 
 Line = tuple[str, Any, str]
@@ -31,7 +31,7 @@ def write(c: Calibration, command: str) -> str:
         f"name: {flow(c.config.name)}",
         *([f"seed: {c.config.seed}"] if c.config.seed else []),
         *section("model", _model(c)),
-        *of_products(c.config, _times(c)),
+        *of_products(c.config, c.trial.told_dtypes),
     ]
     for key in ("env", "judge"):
         if (spec := getattr(c.config, key)) is not None:
@@ -49,7 +49,7 @@ def write(c: Calibration, command: str) -> str:
 
 
 def _has_paths(c: Calibration) -> bool:
-    """Whether the recipe names a file."""
+    """True where the recipe names a file."""
     named = c.config.env.name if c.config.env else ""
     return ".py:" in named or c.subject.kind == "data"
 
@@ -125,14 +125,6 @@ def of_model(model: ModelConfig, reason: str) -> Iterator[Line]:
         yield "device", model.device, ""
     if model.lora is not None:
         yield "lora", model.lora.model_dump(include={"rank", "alpha"}), ""
-
-
-def _times(c: Calibration) -> str:
-    """The seconds that decided on the type of products."""
-    if not c.trial.step_s:
-        return ""
-    exact, half = (c.trial.step_s[dtype] for dtype in DTYPES)
-    return f": {half:.2f} s a step of SFT, in float32 {exact:.2f} s"
 
 
 def of_products(config: RunConfig, times: str = "") -> list[str]:

@@ -122,6 +122,14 @@ class Trial:
         exact, half = (self.step_s.get(dtype, math.inf) for dtype in DTYPES)
         return "bfloat16" if half <= FASTER * exact < math.inf else "float32"
 
+    @property
+    def told_dtypes(self) -> str:
+        """The seconds that decided on `dtype`; empty where they were not measured."""
+        if not self.step_s:
+            return ""
+        exact, half = (self.step_s[dtype] for dtype in DTYPES)
+        return f": {half:.2f} s a step of SFT, in float32 {exact:.2f} s"
+
 
 @dataclass
 class _Metrics:
@@ -171,8 +179,7 @@ async def try_out(
         begun += time.perf_counter() - started
         config = at_dtype(config, trial.dtype)
         if trial.dtype != "float32":
-            exact, half = (trial.step_s[dtype] for dtype in DTYPES)
-            say(f"products in bfloat16: {half:.2f} s a step of SFT, in float32 {exact:.2f} s")
+            say(f"products in bfloat16{trial.told_dtypes}")
         for rate in RATES:
             made = build(_at_rate(config, rate), RunFolder(folder), splits, tokenizer, shown)
             metrics, stage = _Metrics(), sft_stage(made, lambda _: None)[0]
@@ -201,8 +208,7 @@ async def try_out(
         ) from error
     finally:
         for _, made, _, _ in runs:
-            await made.collector.close()
-            made.backend.close()
+            await _close(made)
     return trial
 
 
@@ -226,12 +232,16 @@ async def time_dtypes(
                     return {}
     finally:
         for made, _, _ in runs.values():
-            await made.collector.close()
-            made.backend.close()
+            await _close(made)
     return {
         dtype: metrics.median("time/step_s", 2 * DTYPE_STEPS)
         for dtype, (_, _, metrics) in runs.items()
     }
+
+
+async def _close(made: Run) -> None:
+    await made.collector.close()
+    made.backend.close()
 
 
 def at_dtype(config: RunConfig, dtype: str) -> RunConfig:

@@ -110,6 +110,8 @@ def with_choices(
     patience = choices.patience(planned.sft, every, until.patience)
     until = until.model_copy(update={"every": every, "patience": patience})
     minibatches = choices.minibatches(groups * config.rl.group_size)
+    free = {"lr": choices.RL_RATE_FREE, "target_kl": None}
+    held = {"lr": choices.RL_RATE, "target_kl": choices.target_kl(episode_tokens)}
     updates: dict[str, Any] = {
         "tasks": tasks,
         "sft": config.sft.model_copy(
@@ -125,11 +127,8 @@ def with_choices(
                 "groups_per_step": groups,
                 "minibatches": minibatches,
                 "optimizer": config.rl.optimizer.model_copy(
-                    update={
-                        "lr": choices.RL_RATE if minibatches > 1 else choices.RL_RATE_FREE,
-                        "warmup_steps": min(10, planned.rl // 5),
-                        "target_kl": choices.target_kl(episode_tokens) if minibatches > 1 else None,
-                    }
+                    update={"warmup_steps": min(10, planned.rl // 5)}
+                    | (held if minibatches > 1 else free)
                 ),
             }
         ),

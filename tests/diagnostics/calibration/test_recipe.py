@@ -62,7 +62,7 @@ def test_a_recipe_in_bfloat16_tells_the_seconds_that_decided() -> None:
         trial = Trial(step_s={"float32": 0.331, "bfloat16": 0.196})
         config = tuned(64, step_s=trial.step_s)
 
-    [line] = recipe.of_products(Measured.config, recipe._times(cast(Calibration, Measured)))
+    [line] = recipe.of_products(Measured.config, Measured.trial.told_dtypes)
     assert line == (
         "learner: {dtype: bfloat16}  # products in bfloat16, weights in float32: 0.20 s a step of "
         "SFT, in float32 0.33 s"
