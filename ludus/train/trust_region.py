@@ -49,5 +49,7 @@ def next_scale(scale: float, kl: float | None, target: float, share: float) -> f
     """
     if kl is None or share < LAST_SHARE:
         return scale
+    if math.isnan(kl):
+        return max(scale * DOWN, SLOWEST)
     change = math.sqrt(target * share**2 / kl) if kl > 0 else UP
     return min(max(scale * min(max(change, DOWN), UP), SLOWEST), FASTEST)

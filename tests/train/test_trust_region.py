@@ -36,6 +36,11 @@ def test_the_target_falls_with_the_schedule_and_stays_at_its_end() -> None:
     assert next_scale(0.3, 1e-9, 0.01, 0.05) == 0.3
 
 
+def test_a_kl_that_is_no_number_slows_down() -> None:
+    assert next_scale(1.0, float("nan"), 0.01, 1.0) == 0.25
+    assert next_scale(SLOWEST, float("nan"), 0.01, 1.0) == SLOWEST
+
+
 def test_the_scale_has_limits() -> None:
     low = high = 1.0
     for _ in range(50):

@@ -217,12 +217,12 @@ def of_episodes(number: int) -> Iterator[str]:
 
 
 def easier_levels(kind: str, tiers: Sequence[str]) -> str:
-    """Advice to begin with less: the level that an environment names first, where it has more."""
+    """Advice to begin with less: the first of the recipe's levels, where it has more."""
     if kind != "env":
         return "take easier questions"
     if len(tiers) < 2:
         return "choose easier levels with --tiers"
-    return f"choose easier levels (--tiers {shlex.quote(tiers[0])}: the environment's first)"
+    return f"choose easier levels (--tiers {shlex.quote(tiers[0])}, the first named)"
 
 
 def of_trial(
@@ -232,7 +232,7 @@ def of_trial(
 
     Args:
         steps, target: of the recipe's SFT at most, and the success at which it ends.
-        tiers: of the recipe, easiest first.
+        tiers: of the recipe.
     """
     if not trial.curve:
         return

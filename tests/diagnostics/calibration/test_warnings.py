@@ -100,7 +100,7 @@ def test_a_target_out_of_reach_is_foretold() -> None:
     assert "not expected to reach 40%" in "".join(warnings.of_trial(flat, 3000, 0.4))
     assert "choose easier levels with --tiers," in "".join(warnings.of_trial(flat, 3000, 0.4))
     named = "".join(warnings.of_trial(flat, 3000, 0.4, tiers=["two words", "hard"]))
-    assert "choose easier levels (--tiers 'two words': the environment's first)" in named
+    assert "choose easier levels (--tiers 'two words', the first named)" in named
     rising = Trial(curve=[(20, 0.02), (40, 0.12)], signal={1.0: 0.2})
     assert list(warnings.of_trial(rising, 120, 0.4)) == []
 
