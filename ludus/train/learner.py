@@ -169,6 +169,17 @@ class Learner:
         self.step += 1
         return {"grad_norm": norm, "lr": lr}
 
+    @property
+    def saved_scale(self) -> float | None:
+        """Of a checkpoint: the scale of the rate, or None where no `target_kl` sets it."""
+        return None if self._target_kl is None else self.rate_scale
+
+    def restore_scale(self, saved: float | None) -> None:
+        """Take `saved_scale` of a checkpoint, unless this run or that one has no `target_kl`: then
+        the rate begins as in a new run, for nothing would bring it back, or had brought it down."""
+        if saved is not None and self._target_kl is not None:
+            self.rate_scale = saved
+
     def adapt(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Scale the learning rate by how far an iteration's optimizer steps moved the policy.
 

@@ -191,7 +191,7 @@ class Trainer:
         everything = {
             "loop": loop,
             "optimizer_step": self.learner.step,
-            "rate_scale": self.learner.rate_scale,
+            "rate_scale": self.learner.saved_scale,
             "policy_version": policy_version,
             "random": random_state(),
             "tokenizer": self._fingerprint,
@@ -217,7 +217,7 @@ class Trainer:
         )
         self._iteration = int(path.name.rpartition("-")[2])  # its name is STAGE-STEP
         self.learner.step = everything["optimizer_step"]
-        self.learner.rate_scale = everything.get("rate_scale", 1.0)
+        self.learner.restore_scale(everything.get("rate_scale"))
         if self.learner.critic is not None and "critic" in everything:
             self.learner.critic.load_state_dict(everything["critic"])
         if self._reference is not None:

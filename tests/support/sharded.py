@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import socket
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from ludus.core.types import Group, Segment, Spec, Task, Trajectory
 from ludus.models.build import build_model
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.train.algorithms.base import Algorithm
-from ludus.train.distributed import Rank, ShardedTrainer, ShardSettings, free_address
+from ludus.train.distributed import Rank, ShardedTrainer, ShardSettings, open_listener
 from ludus.train.minibatches import TrainSettings
 from ludus.train.samples import to_samples
 from ludus.train.trainer import Trainer
@@ -27,6 +28,10 @@ from ludus.train.trainer import Trainer
 SHAPE = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "init_range": 0.2}
 WORDS = [a + b for a in "abcdefgh" for b in "klmno"]
 OPTIMIZER = OptimizerConfig(lr=3e-4, warmup_steps=1, schedule="cosine", weight_decay=0.1)
+
+
+listeners: list[socket.socket] = []
+"""Of rank 0, for its next trainer."""
 
 
 def settings(**changes: Any) -> TrainSettings:
@@ -69,7 +74,8 @@ def sharded_trainer(
     rank: Rank, config: RunConfig, folder: Path, **shards: Any
 ) -> Iterator[ShardedTrainer]:
     settings = ShardSettings(**{"timeout_s": 240.0, **shards})
-    trainer = ShardedTrainer(*world(config), config, folder, rank, settings)
+    listener = listeners.pop() if rank.rank == 0 and listeners else None
+    trainer = ShardedTrainer(*world(config), config, folder, rank, settings, listener)
     try:
         yield trainer
     finally:
@@ -147,10 +153,13 @@ class RankPool:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._links: list[Connection] = []
         self._processes = []
-        for _ in range(size):
+        for _ in range(self.size):
             link, other = context.Pipe()
             process = context.Process(target=_serve, args=(other,), daemon=True)
             process.start()
@@ -161,14 +170,18 @@ class RankPool:
         self, num_ranks: int, work: Callable[..., Any], *args: Any, timeout_s: float = 280
     ) -> list[Any]:
         """Returns what `work(rank, *args)` returned or raised, by rank; None for a dead rank."""
-        address = free_address()
         links = self._links[:num_ranks]
+        links[0].send(None)
+        address = links[0].recv()
         for number, link in enumerate(links):
             link.send((work, Rank(number, num_ranks, address), args))
         found: list[Any] = []
         for link in links:
             try:
-                assert link.poll(timeout_s), "a rank hangs"
+                if not link.poll(timeout_s):
+                    self.close()
+                    self._start()  # an answer that comes late would be taken for the next one
+                    raise AssertionError(f"rank {len(found)} hangs; those before it: {found}")
                 found.append(link.recv())
             except (EOFError, ConnectionResetError):
                 found.append(None)
@@ -193,9 +206,15 @@ def _serve(link: Connection) -> None:
     warnings.simplefilter("ignore")
     while True:
         try:
-            work, rank, args = link.recv()
+            told = link.recv()
         except EOFError:
             return
+        if told is None:
+            listener, address = open_listener()
+            listeners[:] = [listener]
+            link.send(address)
+            continue
+        work, rank, args = told
         try:
             outcome = work(rank, *args)
         except BaseException as error:

@@ -71,6 +71,20 @@ def test_the_first_iteration_is_held_before_anything_is_measured() -> None:
     assert held.train_step(make_batch(make_samples(8, 0)), SURROGATE)["lr"] == 0.05 * START
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [(1e-4, 1e-4, 0.3), (1e-4, None, 1.0), (None, 1e-4, START), (None, None, 1.0)],
+)
+def test_a_resumed_run_takes_the_scale_where_both_hold_a_target(
+    before: float | None, after: float | None, expected: float
+) -> None:
+    cut, resumed = (learner_of(RLOptimizerConfig(target_kl=kl)) for kl in (before, after))
+    if before is not None:
+        cut.rate_scale = 0.3
+    resumed.restore_scale(cut.saved_scale)
+    assert resumed.rate_scale == expected
+
+
 def test_without_a_target_the_schedule_decides() -> None:
     for config in (OptimizerConfig(lr=0.05), RLOptimizerConfig(lr=0.05)):
         learner = learner_of(config)

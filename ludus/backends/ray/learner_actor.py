@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -47,6 +48,7 @@ class LearnerActor:
     def __init__(self) -> None:
         self._trainer: WholeTrainer | ShardedTrainer
         self._rank = 0
+        self._listener: socket.socket | None = None
         self._member: Member | None = None
         self._space: Any = None  # memory of a bucket, which the next one uses again
 
@@ -58,12 +60,14 @@ class LearnerActor:
         return node_id()
 
     def address(self) -> str:
-        """A free address on this node, for the rendezvous."""
+        """Returns an address on this node at which this rank listens, for the rendezvous."""
         import ray
 
-        from ludus.train.distributed import free_address
+        from ludus.train.distributed import open_listener
 
-        return free_address(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._listener, address = open_listener(host)
+        return address
 
     def prepare(
         self, config: RunConfig, tokenizer: Any, run_dir: Path, rank: Rank, shards: ShardSettings
@@ -89,11 +93,15 @@ class LearnerActor:
         alone = rank.world_size == 1 and not shards.cpu_offload
         self._seeds: tuple[int, ...] = () if alone else (rank.rank,)
         if alone:
+            if self._listener is not None:
+                self._listener.close()
             self._trainer = WholeTrainer(make_model, tokenizer, config, run_dir)
         else:
             from ludus.train.distributed import ShardedTrainer
 
-            self._trainer = ShardedTrainer(make_model, tokenizer, config, run_dir, rank, shards)
+            self._trainer = ShardedTrainer(
+                make_model, tokenizer, config, run_dir, rank, shards, self._listener
+            )
         return known
 
     def begin_stage(self, settings: TrainSettings, algorithm: Algorithm) -> None:

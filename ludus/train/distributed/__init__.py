@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ludus.train.distributed.settings import Rank, ShardSettings, free_address
+from ludus.train.distributed.settings import Rank, ShardSettings, open_listener
 from ludus.train.distributed.trainer import ShardedTrainer
 
-__all__ = ["Rank", "ShardSettings", "ShardedTrainer", "free_address"]
+__all__ = ["Rank", "ShardSettings", "ShardedTrainer", "open_listener"]

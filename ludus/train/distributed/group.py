@@ -53,6 +53,8 @@ class Group:
         timeout_s: longest wait for the other ranks.
         tensor_parallel: ranks that share matrices, and compute the same samples; they follow each
             other.
+        listener: of rank 0, at the rank's address; belongs to the group from now on. Without it
+            rank 0 opens the port itself.
 
     `mesh` has the dimensions `dp` and, with tensor parallelism, `tp`.
 
@@ -60,7 +62,12 @@ class Group:
     """
 
     def __init__(
-        self, rank: Rank, device: torch.device, timeout_s: float, tensor_parallel: int = 1
+        self,
+        rank: Rank,
+        device: torch.device,
+        timeout_s: float,
+        tensor_parallel: int = 1,
+        listener: socket.socket | None = None,
     ) -> None:
         if dist.is_initialized():
             raise TrainingError(f"{rank}: this process is already a rank of another group")
@@ -73,7 +80,7 @@ class Group:
         self.broken = False
         self._agreed: BaseException | None = None
         self._count = 0
-        self._store = self._meet()
+        self._store = self._meet(listener)
         timeout = timedelta(seconds=timeout_s)
         before = _sockets()
         try:
@@ -97,7 +104,7 @@ class Group:
             raise OtherRankLost(f"{rank}: the ranks could not connect: {_line(error)}") from error
         self._links = self._own_links(before)
 
-    def _meet(self) -> TCPStore:
+    def _meet(self, listener: socket.socket | None) -> TCPStore:
         """Returns the store of all ranks, once all are there."""
         place, wait = self.place, timedelta(seconds=self.timeout_s)
         try:
@@ -108,6 +115,7 @@ class Group:
                 is_master=self.rank == 0,
                 timeout=wait,
                 wait_for_workers=False,
+                master_listen_fd=None if listener is None else listener.detach(),
             )
         except (RuntimeError, OSError) as error:
             verb = "listen at" if self.rank == 0 else "reach rank 0 at"

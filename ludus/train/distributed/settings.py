@@ -74,10 +74,14 @@ class Rank:
         return f"rank {self.rank} of {self.world_size}"
 
 
-def free_address(host: str = "127.0.0.1") -> str:
-    """Returns `host:port` with a port of this machine that is free now."""
-    with socket.create_server((host, 0)) as server:
-        return f"{host}:{server.getsockname()[1]}"
+def open_listener(host: str = "127.0.0.1") -> tuple[socket.socket, str]:
+    """Returns a listening socket for rank 0 of this process, and its address for all ranks.
+
+    A port that is only found free, and opened later, may be another's by then.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    return listener, f"{host}:{listener.getsockname()[1]}"
 
 
 def check_supported(config: RunConfig, settings: ShardSettings, num_ranks: int) -> None:

@@ -6,6 +6,7 @@ of the tokens, with its part of the weights gathered layer by layer.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,6 +60,7 @@ class ShardedTrainer:
             batches of failed steps.
         rank: of this process.
         settings: of the sharding.
+        listener: of rank 0, with the address of its `rank`: `open_listener`.
 
     Errors: ConfigError for settings that a sharded learner cannot honour; TrainingError where ranks
     do not come.
@@ -72,6 +74,7 @@ class ShardedTrainer:
         run_dir: Path,
         rank: Rank,
         settings: ShardSettings | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
         self._shards = settings or ShardSettings()
         check_supported(config, self._shards, rank.world_size)
@@ -80,7 +83,7 @@ class ShardedTrainer:
         if device.type == "cuda":
             torch.cuda.set_device(rank.local_rank)
         ways = self._shards.tensor_parallel
-        self.group = Group(rank, device, self._shards.timeout_s, ways)
+        self.group = Group(rank, device, self._shards.timeout_s, ways, listener)
         self._config, self._tokenizer, self._run_dir = config, tokenizer, run_dir
         self._pad_id = tokenizer.pad_token_id or 0
         with self.group.guarded():
@@ -271,7 +274,7 @@ class ShardedTrainer:
             everything = {
                 "loop": loop,
                 "optimizer_step": self.learner.step,
-                "rate_scale": self.learner.rate_scale,
+                "rate_scale": self.learner.saved_scale,
                 "policy_version": policy_version,
             }
             if self.learner.critic is not None:
@@ -301,7 +304,7 @@ class ShardedTrainer:
             everything = self._saving.load(path, learner.optimizer, learner.parts)
             self._iteration = int(path.name.rpartition("-")[2])  # its name is STAGE-STEP
             learner.step = everything["optimizer_step"]
-            learner.rate_scale = everything.get("rate_scale", 1.0)
+            learner.restore_scale(everything.get("rate_scale"))
             if learner.critic is not None and "critic" in everything:
                 learner.critic.load_state_dict(everything["critic"])
             if self._reference is not None:

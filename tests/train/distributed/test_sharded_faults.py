@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from ludus.core.errors import CheckpointError, ConfigError, LudusError
 from ludus.core.types import Sample
 from ludus.train import ALGORITHMS
 from ludus.train.checkpoint.listing import check
-from ludus.train.distributed import Rank, ShardedTrainer, ShardSettings, saving
+from ludus.train.distributed import Rank, ShardedTrainer, ShardSettings, open_listener, saving
 from ludus.train.distributed.parallel import check_model
 from ludus.train.distributed.settings import check_supported
 from ludus.train.samples import to_samples
@@ -267,3 +268,10 @@ def test_shard_settings_check_themselves() -> None:
         Rank(0, 2, "nowhere")
     with pytest.raises(ConfigError, match="rank 2 of 2"):
         Rank(2, 2, "127.0.0.1:1")
+
+
+def test_the_port_at_which_ranks_meet_is_held_from_the_start() -> None:
+    """A port that was only found free was another program's once, minutes later."""
+    listener, address = open_listener()
+    with listener, pytest.raises(OSError, match="in use"):
+        socket.create_server(("127.0.0.1", Rank(0, 2, address).port))
