@@ -53,7 +53,10 @@ def init(
         ),
     ] = None,
     tiers: Annotated[
-        str | None, typer.Option(help="Levels to train on, separated by commas.")
+        str | None,
+        typer.Option(
+            help="Levels to train on, separated by commas; default: all, or the shortest of many."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="The recipe's file; default: NAME.yaml.")
@@ -97,7 +100,6 @@ def init(
 ) -> None:
     """Measure an environment, a data set or an agent, and write a recipe for it, in about two
     minutes."""
-    chosen = [name.strip() for name in tiers.split(",")] if tiers else None
     given = spec(subject, args).args
     if out is not None and out.is_dir():
         raise ConfigError(f"--out: {out} is a folder: name a file in it")
@@ -116,7 +118,7 @@ def init(
         written: list[Path] = []
         options = AgentOptions(tasks, env, judge, recipe_with_tools(tools), tools)
         if is_agent(subject):
-            agent = open_agent(subject, given, chosen, options, model)
+            agent = open_agent(subject, given, tiers, options, model)
             path = out or Path(f"{agent.name}.yaml")
             _refuse_files(path, None, force, (subject, tasks, env, judge, tools))
             assert model is not None  # `open_agent` refuses an agent without one
@@ -124,7 +126,7 @@ def init(
             warnings = [*agent.tasks.warnings, *warnings]
         else:
             refuse_options(subject, options)
-            found = open_subject(subject, given, chosen)
+            found = open_subject(subject, given, tiers)
             path = out or Path(f"{found.name}.yaml")
             data = path.with_suffix(".sft.jsonl")
             _refuse_files(path, data if found.kind == "data" else None, force, (subject,))

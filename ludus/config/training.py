@@ -97,6 +97,11 @@ class DemonstrationsConfig(Section):
     )
 
 
+RECENT = 2
+"""Measurements whose mean is compared with `sft.until.success`: of many single ones, some reach it
+by luck alone."""
+
+
 class SFTUntilConfig(Section):
     """The measured end of SFT: episodes on training tasks without a demonstration (on all where
     fewer than 8 have none), sampled at `rollout.temperature`, as RL will sample them."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from statistics import fmean
 
-from ludus.config.training import SFTUntilConfig
+from ludus.config.training import RECENT, SFTUntilConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Message, Task
 from ludus.data.conversations import Conversation
@@ -24,10 +24,6 @@ from ludus.pipeline.evaluation.evaluate import play_heldout
 
 LEAST = 0.1
 """Success below which SFT goes on although success does not rise: RL would find too little."""
-
-RECENT = 2
-"""Measurements whose mean is compared with `until.success`: of many single ones, some reach it by
-luck alone."""
 
 LEAST_UNSEEN = 8
 """Training tasks without a demonstration that suffice for a measurement."""

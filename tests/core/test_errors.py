@@ -51,7 +51,11 @@ def test_an_absent_package_crosses_processes():
         ("RL", ["rl", "env"], " (did you mean rl?)"),
         ("zzz", ["b", "a"], " (known: a, b)"),
         ("zzz", [], ""),
-        ("zzz", [f"a{i}" for i in range(21)], ""),
+        (
+            "zzz",
+            [f"a{i}" for i in range(21)],
+            f" (known: {', '.join(f'a{i}' for i in range(12))}, and 9 more)",
+        ),
     ],
 )
 def test_did_you_mean(name, choices, text):

@@ -236,12 +236,12 @@ def _calibrate(
     unseen = undeclared(subject, tasks)
     warnings = [
         *foretold.of_expert(expert),
-        *foretold.of_random(played, expert),
+        *foretold.of_random(played, expert, subject.levels),
         *foretold.of_threads(played, subject.own_threads(tasks[0])),
         *foretold.of_tasks(distinct, num_tasks_of(config.tasks.heldout), subject.kind, unseen),
         *foretold.of_worlds(distinct, unseen),
         *foretold.of_lengths(lengths, config.model.context_length),
-        *foretold.of_turns(expert.turns, config.rollout.max_turns),
+        *foretold.of_turns(expert.turns, config.rollout.max_turns, subject.levels),
         *of_trial(config, trial, subject),
         *repeated(subject, expert, tasks),
     ]
@@ -274,7 +274,12 @@ def of_trial(config: RunConfig, trial: Trial, subject: Subject) -> Iterator[str]
     """Yields what is foretold of a recipe with SFT until a measured end, and of its RL."""
     if config.sft is not None and config.sft.until is not None:
         yield from foretold.of_trial(
-            trial, config.sft.steps, config.sft.until.success, subject.kind, subject.tiers
+            trial,
+            config.sft.steps,
+            config.sft.until.success,
+            subject.kind,
+            subject.levels,
+            subject.tiers,
         )
         if (rl := config.rl) is not None:
             yield from foretold.of_episodes(rl.steps * rl.groups_per_step * rl.group_size)

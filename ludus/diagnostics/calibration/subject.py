@@ -58,7 +58,8 @@ class Subject:
     Args:
         given: as the user named it.
         env: None with the kind `env`: `reader` makes the tasks from seeds, for an agent.
-        tiers: levels of the environment; empty: it has none.
+        tiers: levels of the environment that are trained on; empty: it has none.
+        levels: all that it has.
         rows: number of the data set's rows; 0: tasks come from seeds.
         fields: the reader's arguments for the fields of a row.
         gaps: of each row that is left out, the number of tasks before it.
@@ -71,6 +72,7 @@ class Subject:
     name: str
     env: Spec | None = None
     tiers: Sequence[str] = ()
+    levels: Sequence[str] = ()
     reader: str = "env"
     rows: int = 0
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -126,10 +128,10 @@ class Subject:
         return list(read_tasks(self.reader_of(num_tasks, first), "tasks", maker=self.maker()))
 
 
-def open_subject(given: str, args: Mapping[str, Any], tiers: Sequence[str] | None) -> Subject:
+def open_subject(given: str, args: Mapping[str, Any], tiers: str | None) -> Subject:
     """Find out what a name is. Errors: ConfigError, DataError, MissingDependency."""
     if is_rows(given):
-        if tiers:
+        if tiers is not None:
             raise ConfigError("--tiers selects levels of an environment; a data set has rows")
         return data_set(given, args)
     if given not in ENVS.names() and ":" not in given:
@@ -143,9 +145,13 @@ def open_subject(given: str, args: Mapping[str, Any], tiers: Sequence[str] | Non
 
 
 def environment(
-    given: str, args: Mapping[str, Any], tiers: Sequence[str] | None, prefix: str = ""
+    given: str, args: Mapping[str, Any], tiers: str | None, prefix: str = ""
 ) -> Subject:
-    """An environment and its levels; `prefix`: of its arguments in the command.
+    """An environment and its levels.
+
+    Args:
+        tiers: the names of some levels, as in `chosen_tiers`; None: all.
+        prefix: of its arguments in the command.
 
     Errors: ConfigError, MissingDependency.
     """
@@ -166,11 +172,24 @@ def environment(
             "agent (a function of `task` and `model`: async def run(task, model))"
         )
     known = _tiers_of(given, maker)
-    chosen = list(tiers or ())
+    chosen = chosen_tiers(tiers, known) if tiers is not None else []
     for tier in chosen:
         maker.check_tier(tier)
     name = given.rpartition(":")[2] if ":" in given else given
-    return Subject("env", given, slug(name, chosen), env, chosen or known)
+    return Subject("env", given, slug(name, chosen), env, chosen or known, known)
+
+
+def chosen_tiers(text: str, known: Sequence[str]) -> list[str]:
+    """The levels of `--tiers`: a name, which may contain commas, or several with commas between.
+
+    Errors: ConfigError for an empty name, and for a level that is named twice.
+    """
+    names = [text] if text in known else [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise ConfigError(f"--tiers: {text!r} has an empty name: separate levels by single commas")
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ConfigError(f"--tiers: {twice[0]} is named twice")
+    return names
 
 
 def _constructed(env: Spec) -> Any:

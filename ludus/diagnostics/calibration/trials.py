@@ -46,6 +46,9 @@ FASTER = 0.85
 DTYPE_STEPS = 4
 """Steps of SFT that are timed of each type, twice in turns."""
 
+COMPUTED = "train/unique_tokens"
+"""The metric of a step's tokens, those of a common prefix once."""
+
 DTYPE_S = 12.0
 """Most seconds for that, besides those of the other trials."""
 
@@ -89,7 +92,7 @@ class Trial:
     """Measurements of the trials; seconds are wall time.
 
     Args:
-        step_s: median seconds of a step of SFT, by `learner.dtype`.
+        step_s: seconds of a mean step of SFT, by `learner.dtype`; of all of DTYPES, or of none.
         losses: loss per token of unseen episodes after a few steps of SFT, by learning rate.
         curve: steps of SFT and success of sampled episodes.
         signal: share of groups with different rewards, by temperature; `success` likewise.
@@ -144,9 +147,6 @@ class _Metrics:
 
     def mean(self, name: str, last: int) -> float:
         return fmean(row.get(name, 0.0) for row in self.rows[-last:])
-
-    def median(self, name: str, last: int) -> float:
-        return median(row.get(name, 0.0) for row in self.rows[-last:])
 
 
 async def try_out(
@@ -215,8 +215,12 @@ async def try_out(
 async def time_dtypes(
     config: RunConfig, make: Callable[[RunConfig], Run], until: float
 ) -> dict[str, float]:
-    """Time a step of SFT in both of DTYPES, in turns, so that a busy moment meets both; until a
-    time. Empty where that allows too few steps."""
+    """Time steps of SFT in both of DTYPES, in turns, so that a busy moment meets both; until a
+    time. Empty where that allows too few steps.
+
+    The two do not see the same episodes, for more steps of bfloat16 are not counted: what is
+    compared is the time of a token.
+    """
     if config.model.device != "cpu" or config.learner.dtype != "float32":
         return {}
     runs: dict[str, tuple[Run, Stage, _Metrics]] = {}
@@ -233,9 +237,11 @@ async def time_dtypes(
     finally:
         for made, _, _ in runs.values():
             await _close(made)
+    timed = {dtype: metrics.rows[-2 * DTYPE_STEPS :] for dtype, (_, _, metrics) in runs.items()}
+    tokens = fmean(row[COMPUTED] for rows in timed.values() for row in rows)
     return {
-        dtype: metrics.median("time/step_s", 2 * DTYPE_STEPS)
-        for dtype, (_, _, metrics) in runs.items()
+        dtype: tokens * median(row["time/step_s"] / row[COMPUTED] for row in rows)
+        for dtype, rows in timed.items()
     }
 
 

@@ -144,7 +144,8 @@ def with_choices(
         updates["demonstrations"] = config.demonstrations.model_copy(
             update={"num_episodes": max(number, 1), "num_workers": os.cpu_count() or 2}
         )
-    return at_dtype(config.model_copy(update=updates), trial.dtype), planned
+    config = config.model_copy(update=updates)
+    return at_dtype(config, trial.dtype) if trial.step_s else config, planned
 
 
 def fewer_heldout(

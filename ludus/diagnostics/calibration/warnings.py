@@ -78,8 +78,10 @@ def of_expert(expert: Expert) -> Iterator[str]:
         )
 
 
-def of_random(played: Sequence[RandomEpisode], expert: Expert) -> Iterator[str]:
-    """Yields what episodes of random actions foretell."""
+def of_random(
+    played: Sequence[RandomEpisode], expert: Expert, levels: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yields what episodes of random actions foretell. `levels`: all of the environment."""
     fine = [p for p in played if not p.error]
     if failed := [p for p in played if p.error]:
         yield (
@@ -94,7 +96,7 @@ def of_random(played: Sequence[RandomEpisode], expert: Expert) -> Iterator[str]:
     if success > EASY:
         yield (
             f"random actions succeed in {success:.0%} of the episodes: there is little to learn; "
-            "choose harder levels with --tiers"
+            + other_tasks("harder", "env", levels)
         )
     if len(rewards | set(expert.rewards)) == 1:
         yield (
@@ -193,8 +195,8 @@ def of_lengths(lengths: Lengths, context: int) -> Iterator[str]:
         )
 
 
-def of_turns(turns: Sequence[int], most: object) -> Iterator[str]:
-    """Yields what the turns of the expert's episodes foretell."""
+def of_turns(turns: Sequence[int], most: object, levels: Sequence[str] = ()) -> Iterator[str]:
+    """Yields what the turns of the expert's episodes foretell. `levels`: as in `of_random`."""
     if not turns or not isinstance(most, int):
         return
     over = sum(n > most for n in turns) / len(turns)
@@ -202,7 +204,7 @@ def of_turns(turns: Sequence[int], most: object) -> Iterator[str]:
         yield (
             f"{over:.0%} of the expert's episodes need more than the {most} turns that a small "
             f"model can play here ({fmean(turns):.0f} on average, at most {turns[-1]}): their "
-            "tasks are out of reach; choose shorter levels with --tiers"
+            f"tasks are out of reach; {other_tasks('shorter', 'env', levels)}"
         )
 
 
@@ -216,24 +218,41 @@ def of_episodes(number: int) -> Iterator[str]:
         )
 
 
-def easier_levels(kind: str, tiers: Sequence[str]) -> str:
-    """Advice to begin with less: the first of the recipe's levels, where it has more."""
-    if kind != "env":
-        return "take easier questions"
-    if len(tiers) < 2:
-        return "choose easier levels with --tiers"
-    return f"choose easier levels (--tiers {shlex.quote(tiers[0])}, the first named)"
+def other_tasks(
+    kind: str, source: str, levels: Sequence[str] = (), tiers: Sequence[str] = ()
+) -> str:
+    """Advice to take other tasks, and how.
+
+    Args:
+        kind: `easier`, `harder` or `shorter`.
+        source: of the tasks: `env` or `data`.
+        levels: all of the environment.
+        tiers: those of the recipe.
+    """
+    if source != "env":
+        return f"take {kind} questions"
+    if len(levels) < 2:
+        return f"make {kind} tasks: other arguments of the environment, or levels of it (`tiers`)"
+    if kind == "easier" and len(tiers) > 1:
+        return f"choose easier levels (--tiers {shlex.quote(tiers[0])}, the first named)"
+    return f"choose {kind} levels with --tiers"
 
 
 def of_trial(
-    trial: Trial, steps: int, target: float, kind: str = "env", tiers: Sequence[str] = ()
+    trial: Trial,
+    steps: int,
+    target: float,
+    kind: str = "env",
+    levels: Sequence[str] = (),
+    tiers: Sequence[str] = (),
 ) -> Iterator[str]:
     """Yields what the trials foretell.
 
     Args:
         steps, target: of the recipe's SFT at most, and the success at which it ends.
-        tiers: of the recipe.
+        kind, levels, tiers: as `source` and so on of `other_tasks`.
     """
+    easier = other_tasks("easier", kind, levels, tiers)
     if not trial.curve:
         return
     step, success = trial.curve[-1]
@@ -241,9 +260,7 @@ def of_trial(
         yield (
             f"after {step} steps of SFT no sampled episode succeeds, and no group has different "
             f"rewards. The recipe has up to {steps} steps; if the last measurement before RL is "
-            "still 0 %, RL cannot help: "
-            + easier_levels(kind, tiers)
-            + ", give more minutes, or a larger model"
+            f"still 0 %, RL cannot help: {easier}, give more minutes, or a larger model"
         )
     elif success >= SOLVED:
         if trial.chance > EASY:  # `of_random` tells
@@ -251,15 +268,14 @@ def of_trial(
         yield (
             f"{success:.0%} of the sampled episodes succeed after {step} steps of SFT, which "
             "leaves RL little to add: "
-            + ("choose harder levels with --tiers" if kind == "env" else "take harder questions")
-            + ", or train with SFT alone"
+            f"{other_tasks('harder', kind, levels)}, or train with SFT alone"
         )
     elif (expected := expected_sft(trial, target)) is None or expected > steps:
         yield (
             f"success was {success:.0%} after {step} steps of SFT in the trial, and is not "
             f"expected to reach {target:.0%} in the recipe's {steps}: RL begins with few "
             "successes, and may not raise them in these minutes; "
-            f"{easier_levels(kind, tiers)}, give more with --minutes, or take a larger model"
+            f"{easier}, give more with --minutes, or take a larger model"
         )
     elif trial.signal and max(trial.signal.values()) < 0.1:
         yield (

@@ -13,9 +13,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ludus.config.schema import RunConfig
+from ludus.config.training import RECENT
 from ludus.core.files import atomic_write, read_json
 from ludus.report.diagnosis import learning, rollouts
-from ludus.report.diagnosis.findings import WINDOW, Check, Finding, History
+from ludus.report.diagnosis.findings import WINDOW, Check, Finding, History, mean
 from ludus.telemetry.metrics import Line
 
 SFT: dict[str, Check] = {"demonstrations": learning.demonstrations}
@@ -40,7 +41,8 @@ RL: dict[str, Check] = {
 CHECKS: dict[str, dict[str, Check]] = {
     "sft": SFT,
     "rl": RL,
-    "evaluate/before": {"unknown": rollouts.unknown_tokens},
+    "evaluate/sft": {},  # read by the next one
+    "evaluate/before": {"unknown": rollouts.unknown_tokens, "short": learning.short_of_target},
     "evaluate/rl": {"memory": learning.by_heart, "evaluation": learning.loses},
     "evaluate/after": {"memory": learning.by_heart, "evaluation": learning.no_gain},
 }
@@ -65,7 +67,7 @@ AFTER_OTHERS = {"evaluation"}
 RARE = {"flat": learning.TREND_STEPS, "decline": WINDOW}
 """Kinds that are tested in every n-th step only."""
 
-ONCE = {"sharp", "demonstrations"}
+ONCE = {"sharp", "demonstrations", "short"}
 """Kinds that are tested once: they are of the start."""
 
 OF_ALL_STAGES = {"unknown", "memory"}
@@ -79,7 +81,7 @@ WATCHED = (
     "rollout/tokens", "tasks/tier", "train/entropy", "train/grad_norm", "train/kl", "train/ratio",
     "train/clip_fraction", "train/sampler_gap", "evaluate/gain", "evaluate/gain_low",
     "evaluate/gain_high", "evaluate/gain_from", "evaluate/success", learning.TRAINED,
-    "sft/conversations", "sft/failed", "sft/too_long",
+    learning.REACHED, learning.SFT_STEPS, "sft/conversations", "sft/failed", "sft/too_long",
 )  # fmt: skip
 """The metrics that checks read."""
 
@@ -97,11 +99,8 @@ class Diagnosis:
         checks = CHECKS.get(stage)
         if checks is None:
             return []
+        metrics = {**metrics, **self._of_others(stage)}
         history = self._histories.setdefault(stage, History(WATCHED))
-        rl = self._histories.get("rl")
-        if stage.startswith("evaluate/") and rl is not None:
-            success = rl.mean("rollout/success")
-            metrics = metrics if success is None else {**metrics, learning.TRAINED: success}
         history.add(metrics)
         new: list[Finding] = []
         present: dict[str, int] = {}
@@ -120,6 +119,21 @@ class Diagnosis:
         self._refresh(stage, present, history.num_steps)
         self.findings += new
         return new
+
+    def _of_others(self, stage: str) -> dict[str, float]:
+        """What the checks of an evaluation read of other stages."""
+        if not stage.startswith("evaluate/"):
+            return {}
+        found: dict[str, float] = {}
+        if (rl := self._histories.get("rl")) and (
+            success := rl.mean("rollout/success")
+        ) is not None:
+            found[learning.TRAINED] = success
+        if measured := self._histories.get("evaluate/sft"):
+            found[learning.REACHED] = mean(measured.last("evaluate/success", RECENT))
+        if sft := self._histories.get("sft"):
+            found[learning.SFT_STEPS] = sft.num_steps
+        return found
 
     def _told(self, stage: str, kind: str) -> int:
         same = [f for f in self.findings if f.kind == kind]

@@ -58,6 +58,13 @@ NARROWER_GAIN = 0.05
 TRAINED = "rl/success"
 """Success of the training episodes of the last WINDOW steps, beside an evaluation's metrics."""
 
+REACHED, SFT_STEPS = "sft/reached", "sft/steps"
+"""At the end of SFT, beside the evaluation before RL: success of its last measurements for
+`sft.until`, and its number of steps."""
+
+SHORT = (0.5, 0.9)
+"""Missing share of `sft.until.success` at the end of SFT."""
+
 BY_HEART = (0.25, 0.5)
 """Success of training episodes, sampled, above that of held-out tasks. In runs whose tasks do not
 repeat, the two differ by less than 0.1."""
@@ -104,6 +111,29 @@ def demonstrations(history: History, config: RunConfig) -> Found | None:
         advice.append(f"raise `model.context_length` (now {config.model.context_length})")
     told = "; ".join(advice)
     return Found(level, f"{text}: {' and '.join(parts)}", told[0].upper() + told[1:])
+
+
+def short_of_target(history: History, config: RunConfig) -> Found | None:
+    """SFT ended far below the success at which it was to end."""
+    reached, steps = history.last(REACHED, 1), history.last(SFT_STEPS, 1)
+    if config.sft is None or config.sft.until is None or not reached or not steps:
+        return None
+    if config.rl is not None and config.rl.steps < START_STEPS:
+        return None  # `--quick-test`
+    target = config.sft.until.success
+    if not (level := level_of(1 - reached[0] / target, SHORT)):
+        return None
+    if steps[0] < config.sft.steps:  # `until.patience`
+        more = ""
+    else:
+        more = f"give SFT more steps (`sft.steps`, now {config.sft.steps:,}), "
+    shown = "demonstrations.num_episodes" if config.demonstrations else "sft.data"
+    return Found(
+        level,
+        f"SFT ended where {percent(reached[0])} of the sampled episodes succeed, of "
+        f"{percent(target)} that `sft.until.success` asks: RL has few successes to raise",
+        _sentence(f"{more}show more demonstrations (`{shown}`), or begin with easier tasks"),
+    )
 
 
 def too_sharp(history: History, config: RunConfig) -> Found | None:
@@ -376,9 +406,18 @@ def no_gain(history: History, config: RunConfig) -> Found | None:
     gain, low, high = (100 * values[0] for values in found)
     if low > 0:
         return None
+    gain = round(gain, 1) + 0.0  # without the sign of a zero
     told = f"{gain:+.1f} points ({100 * config.evaluate.confidence:g} % interval {low:+.1f} to "
     told += f"{high:+.1f})"
-    if start := history.last("evaluate/gain_from", 1):  # of runs since it is recorded
+    start = history.last("evaluate/gain_from", 1)  # of runs since it is recorded
+    if start and start[0] >= CEILING and high >= 0:
+        return Found(
+            1,
+            f"RL had nothing to raise: {percent(start[0])} of the held-out tasks succeeded before "
+            f"it, and success changed by {told}",
+            "Train on harder tasks (`tasks.train`), or with SFT alone (leave out `rl`)",
+        )
+    if start:
         told += f", from {100 * start[0]:.1f} to {100 * start[0] + gain:.1f} % of the same tasks"
     if high < 0:
         slower = f"lower `rl.optimizer.lr` (now {_lr(config)})"

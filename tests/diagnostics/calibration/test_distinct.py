@@ -108,7 +108,7 @@ def test_seeds_that_begin_again_and_levels_to_hold_out(tmp_path: Path) -> None:
     path = tmp_path / "engine.py"
     path.write_text(HELD_OUT)
     for tiers, train, heldout in ((["game"], 700, 700), (["other"], 420, 175)):
-        subject = environment(f"{path}:Engine", {}, tiers)
+        subject = environment(f"{path}:Engine", {}, ",".join(tiers))
         found, seconds = by_tier(subject, subject.take(2000, 0))
         assert found == {tiers[0]: 700}
         assert not undeclared(subject, subject.take(2000, 0))
@@ -130,7 +130,7 @@ def test_tasks_without_data_are_told_apart_by_their_worlds(tmp_path: Path) -> No
     text = HELD_OUT.replace('task.data["number"]', 'int(task.id.rpartition("/")[2])')
     text = text.replace(', data={"number": seed % 700}', "")
     path.write_text(text.replace("max_turns = 1", "max_turns = 1\n    cheap_reset = True"))
-    subject = environment(f"{path}:Engine", {}, ["other"])
+    subject = environment(f"{path}:Engine", {}, "other")
     assert by_tier(subject, subject.take(200, 0))[0] == {"other": MANY}
 
 

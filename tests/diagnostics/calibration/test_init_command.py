@@ -12,7 +12,12 @@ from typer.testing import CliRunner
 
 from ludus.cli import app
 from ludus.diagnostics.calibration.recipe import flow
-from ludus.diagnostics.calibration.subject import config_tasks, environment, open_subject
+from ludus.diagnostics.calibration.subject import (
+    chosen_tiers,
+    config_tasks,
+    environment,
+    open_subject,
+)
 from ludus.tasks.readers import read_tasks
 
 
@@ -207,11 +212,21 @@ def test_wrong_subjects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     assert "did you mean textcraft?" in refusal("textcrafft")
     assert "is not a tier" in refusal("textcraft", "--tiers", "depth-99x")
+    assert "GoToObj, GoToObjS4, " in refusal("babyai", "--tiers", "zzz")
+    assert "depth-1 is named twice" in refusal("textcraft", "--tiers", "depth-1,depth-2,depth-1")
+    for names in ("", "depth-1,,depth-2"):
+        assert "has an empty name" in refusal("textcraft", "--tiers", names)
     (tmp_path / "rows.jsonl").write_text('{"q": "1 + 1", "a": "2"}\n')
     assert "name the one with the prompt" in refusal("rows.jsonl")
     assert "a data set has rows" in refusal("rows.jsonl", "--tiers", "x")
     assert f"nothere.jsonl does not exist in {tmp_path}" in refusal("nothere.jsonl")
     assert f"there is no file nothere.csv in {tmp_path}" in refusal("nothere.csv", "prompt=q")
+
+
+def test_a_level_may_have_a_comma() -> None:
+    known = ["two, three", "two", "three"]
+    assert chosen_tiers("two, three", known) == ["two, three"]
+    assert chosen_tiers("three, two", known) == ["three", "two"]
 
 
 ROWS = '{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "1 + 2", "answer": "3"}\n'
@@ -360,7 +375,7 @@ def test_a_model_that_cannot_be_loaded_is_told_first(
 
 def test_a_recipe_has_the_name_of_its_one_level() -> None:
     def name(*tiers: str) -> str:
-        return environment("textcraft", {}, tiers).name
+        return environment("textcraft", {}, ",".join(tiers) or None).name
 
     assert name() == "textcraft"
     assert name("depth-2") == "textcraft-depth-2"

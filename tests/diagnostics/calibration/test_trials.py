@@ -14,13 +14,23 @@ from ludus.config.training import SFTUntilConfig
 from ludus.core.errors import ConfigError
 from ludus.core.types import Group, Message, Spec, Status, Task
 from ludus.data.conversations import Conversation
+from ludus.data.splits import Splits
 from ludus.diagnostics.calibration import trials
 from ludus.diagnostics.calibration.first import base
 from ludus.diagnostics.calibration.subject import Subject
 from ludus.diagnostics.calibration.tokens import trained
-from ludus.diagnostics.calibration.trials import Trial, growth, try_out, unseen_loss
-from ludus.pipeline.build import Run
+from ludus.diagnostics.calibration.trials import (
+    Trial,
+    at_dtype,
+    growth,
+    time_dtypes,
+    try_out,
+    unseen_loss,
+)
+from ludus.pipeline.build import Run, build
 from ludus.pipeline.parts.tokenizer import make_renderers
+from ludus.store.folders import RunFolder
+from ludus.tasks.readers import TaskList
 from ludus.train.learner import OutOfMemory
 
 
@@ -59,6 +69,34 @@ def test_products_are_in_bfloat16_where_a_step_is_clearly_faster(
     seconds: dict[str, float], dtype: str
 ) -> None:
     assert Trial(step_s=seconds).dtype == dtype
+
+
+async def test_steps_of_both_types_are_timed(tmp_path: Path) -> None:
+    config = recipe(64)
+    conversations = [
+        Conversation(
+            Task(id=str(n)), [Message(role="user", content="go " * (n % 5 + 1))], None, None
+        )
+        for n in range(40)
+    ]
+    for each in conversations:
+        each.messages.append(Message(role="assistant", content="turn left"))
+    tokenizer = trained(config, conversations, ())
+    splits = Splits(TaskList([Task(id="t")]), [])
+    made: list[Run] = []
+
+    def make(of_dtype: RunConfig) -> Run:
+        folder = RunFolder(tmp_path / of_dtype.learner.dtype)
+        made.append(build(of_dtype, folder, splits, tokenizer, conversations))
+        return made[-1]
+
+    found = await time_dtypes(config, make, math.inf)
+    assert [run.config.learner.dtype for run in made] == list(found) == ["float32", "bfloat16"]
+    assert all(seconds > 0 for seconds in found.values())
+    assert Trial(step_s=found).told_dtypes.startswith(f": {found['bfloat16']:.2f} s a step of SFT")
+    assert await time_dtypes(config, make, 0.0) == {}, "no time for a step"
+    half = at_dtype(config, "bfloat16")
+    assert await time_dtypes(half, make, math.inf) == {}, "chosen already"
 
 
 async def test_memory_that_does_not_suffice_is_told_without_keys_of_a_recipe(

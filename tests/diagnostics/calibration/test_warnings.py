@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import warnings
 from ludus.diagnostics.calibration.choices import Lengths
@@ -98,9 +100,16 @@ def test_few_tasks_and_no_success_are_told() -> None:
 def test_a_target_out_of_reach_is_foretold() -> None:
     flat = Trial(curve=[(290, 0.01), (660, 0.03)], signal={1.0: 0.2})
     assert "not expected to reach 40%" in "".join(warnings.of_trial(flat, 3000, 0.4))
-    assert "choose easier levels with --tiers," in "".join(warnings.of_trial(flat, 3000, 0.4))
-    named = "".join(warnings.of_trial(flat, 3000, 0.4, tiers=["two words", "hard"]))
-    assert "choose easier levels (--tiers 'two words', the first named)" in named
+
+    def told(source: str, levels: Sequence[str], tiers: Sequence[str]) -> str:
+        return "".join(warnings.of_trial(flat, 3000, 0.4, source, levels, tiers))
+
+    levels = ["two words", "hard", "no"]
+    assert "choose easier levels (--tiers 'two words', the first" in told("env", levels, levels)
+    assert "choose easier levels with --tiers, give" in told("env", levels, levels[1:2])
+    assert "make easier tasks: other arguments of the environment" in told("env", ["one"], ["one"])
+    assert "--tiers" not in told("env", [], [])
+    assert "take easier questions" in told("data", [], [])
     rising = Trial(curve=[(20, 0.02), (40, 0.12)], signal={1.0: 0.2})
     assert list(warnings.of_trial(rising, 120, 0.4)) == []
 

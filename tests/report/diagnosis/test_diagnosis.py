@@ -330,6 +330,41 @@ def test_other_findings_are_named_only_where_there_are_some(config: RunConfig) -
     assert after.advice == alone.advice
 
 
+def test_an_end_of_sft_far_below_its_target_is_told(config: RunConfig) -> None:
+    assert config.sft is not None
+    until = SFTUntilConfig(success=0.4)
+    sft = config.sft.model_copy(update={"until": until, "steps": 40})
+    config = config.model_copy(update={"sft": sft})
+
+    def told(steps: int, *successes: float) -> list[Finding]:
+        diagnosis = Diagnosis(config)
+        for step in range(steps):
+            diagnosis.step("sft", step, {})
+        for step, success in enumerate(successes):
+            diagnosis.step("evaluate/sft", step, {"evaluate/success": success})
+        return diagnosis.step("evaluate/before", 0, {"evaluate/success": 0.9})
+
+    [found] = told(40, 0.3, 0.05, 0.07)
+    assert str(found).startswith(
+        "evaluation before RL: SFT ended where 6.0 % of the sampled episodes succeed, of 40 % that "
+        "`sft.until.success` asks"
+    )
+    assert "Give SFT more steps (`sft.steps`, now 40), show more demonstrations" in found.advice
+    [patient] = told(30, 0.0, 0.0)
+    assert patient.level == 2
+    assert patient.advice.startswith("Show more demonstrations")
+    assert told(40, 0.05, 0.3, 0.2) == []
+    assert told(40) == [], "nothing was measured"
+
+
+def test_a_start_without_room_is_told_as_such(config: RunConfig) -> None:
+    even = {"evaluate/gain": -0.0, "evaluate/gain_low": -0.01, "evaluate/gain_high": 0.01}
+    [found] = Diagnosis(config).step("evaluate/after", 0, {**even, "evaluate/gain_from": 1.0})
+    assert "RL had nothing to raise: 100 % of the held-out tasks" in found.text
+    assert "changed by +0.0 points" in found.text
+    assert "longer" not in found.advice
+
+
 def test_a_quick_test_proves_nothing(config: RunConfig) -> None:
     """Two steps of RL and a few held-out tasks."""
     gain = {"evaluate/gain": -0.5, "evaluate/gain_low": -0.9, "evaluate/gain_high": -0.1}

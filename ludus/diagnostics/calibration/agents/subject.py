@@ -118,7 +118,7 @@ def refuse_options(given: str, options: AgentOptions) -> None:
 def open_agent(
     given: str,
     args: Mapping[str, Any],
-    tiers: Sequence[str] | None,
+    tiers: str | None,
     options: AgentOptions,
     model: str | None,
 ) -> AgentSubject:
@@ -203,7 +203,7 @@ def _divided(
 def _tasks(
     given: str,
     plays: Agent,
-    tiers: Sequence[str] | None,
+    tiers: str | None,
     options: AgentOptions,
     parts: Mapping[str, dict[str, Any]],
 ) -> Subject:
@@ -218,7 +218,7 @@ def _tasks(
                 "its tasks with --tasks"
             )
         return environment(options.env, parts["env"], tiers, "env.")
-    if tiers:
+    if tiers is not None:
         raise ConfigError(
             "--tiers selects levels of an environment, which an agent has with --env alone"
         )
