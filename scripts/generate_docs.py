@@ -17,7 +17,7 @@ import typer
 from ludus.backends.hosts import Table
 from ludus.backends.trinity.keys import TABLE as TRINITY
 from ludus.backends.verl.keys import TABLE as VERL
-from ludus.cli import app
+from ludus.cli import PANELS, app
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -54,7 +54,11 @@ def configuration(page: str | None = None) -> str:
 
 def command_line() -> str:
     """The command-line page: every command, with its arguments and options."""
-    parts = [CLI_HEAD]
+    rows = [
+        f"| {panel} | {', '.join(f'`{verb}`' for verb in verbs)} |"
+        for panel, verbs in PANELS.items()
+    ]
+    parts = [CLI_HEAD, "\n".join(["| | |", "|---|---|", *rows, ""])]
     for path, command in commands():
         if getattr(command, "commands", None):
             continue

@@ -48,12 +48,34 @@ EXTRAS = {
 """Extras of the verbs; `train` for the others."""
 
 
+PANELS = {
+    "Begin": ("doctor", "recipes", "check-env", "init", "plan", "debug", "config", "vscode"),
+    "Train": ("train", "coevolve", "profile", "verify", "kill"),
+    "Look at runs": ("runs", "show", "report", "view"),
+    "Evaluate": ("evaluate", "benchmark", "rollout", "replay"),
+    "Data and checkpoints": ("generate-data", "augment", "rubric", "export", "checkpoint"),
+    "Clusters and services": ("submit", "logs", "attach", "stop", "cluster", "serve"),
+}
+"""The verbs by purpose, in the order of `ludus --help`."""
+
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk that is full, or of a user's share of it."""
 
 
 class _Verbs(typer.core.TyperGroup):
-    """Prints a message on Ctrl-C and SIGTERM; typer prints nothing."""
+    """Lists verbs by purpose; prints a message on Ctrl-C and SIGTERM, where typer prints none."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        order = [verb for verbs in PANELS.values() for verb in verbs]
+        return sorted(super().list_commands(ctx), key=order.index)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        for panel, verbs in PANELS.items():
+            if cmd_name in verbs:
+                command.rich_help_panel = panel  # type: ignore[union-attr]
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         raised: list[KeyboardInterrupt] = []

@@ -64,28 +64,36 @@ def init(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A pretrained model (folder or hub name), which an agent needs; default: one from "
-            "scratch."
+            help="A pretrained model: a folder, or a name on the hub. An agent needs one; the "
+            "default of all else is a small model from scratch."
         ),
     ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="Tasks of an agent: a file of rows, a data set on the hub, or FILE.py:reader."
+            help="Agents only: its tasks, from a file of rows, a data set on the hub, or "
+            "FILE.py:reader."
         ),
     ] = None,
     env: Annotated[
-        str | None, typer.Option(help="Environment of an agent that takes one, with its tasks.")
+        str | None,
+        typer.Option(
+            help="Agents only, in place of --tasks: the environment that `run(task, model, env)` "
+            "takes, with the tasks of its levels."
+        ),
     ] = None,
     judge: Annotated[
         str | None,
         typer.Option(
-            help="Judge of an agent that returns no reward; default: `answer`, where its tasks "
-            "have answers."
+            help="Agents only: the judge that scores an agent without a reward of its own; "
+            "default: `answer`, where tasks have answers."
         ),
     ] = None,
     tools: Annotated[
-        str | None, typer.Option(help="Recipe whose `tools` an agent that takes them has.")
+        str | None,
+        typer.Option(
+            help="Agents only: a recipe whose `tools` are given to `run(task, model, tools)`."
+        ),
     ] = None,
     minutes: Annotated[
         float,

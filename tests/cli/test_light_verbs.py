@@ -6,9 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from ludus.cli import PANELS, app
 from ludus.config.load import dump_config, load_config
 from ludus.core.types import Group, Segment, Task, Trajectory
 from ludus.store import RunStore
@@ -67,3 +71,14 @@ def printed_with_modules(argv: list[str]) -> list[str]:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
+
+
+def test_help_lists_every_verb_once_under_its_purpose() -> None:
+    named = [verb for verbs in PANELS.values() for verb in verbs]
+    assert sorted(named) == sorted(set(named))
+    shown = CliRunner().invoke(app, ["--help"]).output
+    assert [panel for panel in PANELS if f"─ {panel} ─" in shown] == list(PANELS)
+    for verb in named:
+        assert f"│ {verb} " in shown, verb
+    registered: Any = typer.main.get_command(app)
+    assert set(registered.commands) == set(named)

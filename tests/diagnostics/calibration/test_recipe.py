@@ -81,6 +81,20 @@ def test_sft_is_measured_before_it_ends() -> None:
     assert written["until"] == {"success": 0.4, "every": 20}
 
 
+def test_a_target_that_is_not_expected_is_said_beside_it() -> None:
+    class Measured:
+        trial = Trial(curve=[(100, 0.01), (200, 0.02)], losses={2e-3: 1.0}, rl_step_s=1.0)
+        config = tuned(64, sft_step_s=1.0, curve=trial.curve)
+
+    def reason() -> str:
+        return {k: why for k, _, why in recipe._sft(cast(Calibration, Measured))}["until"]
+
+    assert reason().endswith("2% after 200 steps; not expected to reach 40% in these steps")
+    Measured.trial.curve[-1] = (200, 0.5)
+    Measured.trial.curve.append((220, 0.5))
+    assert "not expected" not in reason()
+
+
 @pytest.mark.parametrize(
     ("num_train", "measured"), [(3, (3, 4)), (9, (9, 2)), (39, (16, 1)), (1000, (16, 1))]
 )
