@@ -15,7 +15,7 @@ from pathlib import Path
 from ludus.config.schema import RunConfig
 from ludus.config.training import RECENT
 from ludus.core.files import atomic_write, read_json
-from ludus.report.diagnosis import learning, rollouts
+from ludus.report.diagnosis import heldout, learning, rollouts
 from ludus.report.diagnosis.findings import WINDOW, Check, Finding, History, mean
 from ludus.telemetry.metrics import Line
 
@@ -42,9 +42,9 @@ CHECKS: dict[str, dict[str, Check]] = {
     "sft": SFT,
     "rl": RL,
     "evaluate/sft": {},  # read by the next one
-    "evaluate/before": {"unknown": rollouts.unknown_tokens, "short": learning.short_of_target},
-    "evaluate/rl": {"memory": learning.by_heart, "evaluation": learning.loses},
-    "evaluate/after": {"memory": learning.by_heart, "evaluation": learning.no_gain},
+    "evaluate/before": {"unknown": rollouts.unknown_tokens, "short": heldout.short_of_target},
+    "evaluate/rl": {"memory": heldout.by_heart, "evaluation": heldout.loses},
+    "evaluate/after": {"memory": heldout.by_heart, "evaluation": heldout.no_gain},
 }
 """The checks after a step of each stage, by kind of finding."""
 
@@ -80,8 +80,8 @@ WATCHED = (
     "rollout/turns_of_success", "rollout/turns_of_truncated", "rollout/unknown_tokens",
     "rollout/tokens", "tasks/tier", "train/entropy", "train/grad_norm", "train/kl", "train/ratio",
     "train/clip_fraction", "train/sampler_gap", "evaluate/gain", "evaluate/gain_low",
-    "evaluate/gain_high", "evaluate/gain_from", "evaluate/success", learning.TRAINED,
-    learning.REACHED, learning.SFT_STEPS, "sft/conversations", "sft/failed", "sft/too_long",
+    "evaluate/gain_high", "evaluate/gain_from", "evaluate/success", heldout.TRAINED,
+    heldout.REACHED, heldout.SFT_STEPS, "sft/conversations", "sft/failed", "sft/too_long",
 )  # fmt: skip
 """The metrics that checks read."""
 
@@ -128,11 +128,11 @@ class Diagnosis:
         if (rl := self._histories.get("rl")) and (
             success := rl.mean("rollout/success")
         ) is not None:
-            found[learning.TRAINED] = success
+            found[heldout.TRAINED] = success
         if measured := self._histories.get("evaluate/sft"):
-            found[learning.REACHED] = mean(measured.last("evaluate/success", RECENT))
+            found[heldout.REACHED] = mean(measured.last("evaluate/success", RECENT))
         if sft := self._histories.get("sft"):
-            found[learning.SFT_STEPS] = sft.num_steps
+            found[heldout.SFT_STEPS] = sft.num_steps
         return found
 
     def _told(self, stage: str, kind: str) -> int:

@@ -12,6 +12,12 @@ from ludus.config.schema import RunConfig
 WINDOW = 10
 """Steps whose mean is judged: one step's batch says little about the next."""
 
+START_STEPS = 3
+"""Steps of RL below which nothing is said of it: `--quick-test` has two."""
+
+CEILING = 0.95
+"""Success from which rewards have no room to rise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -115,3 +121,13 @@ def level_of(value: float, thresholds: Sequence[float]) -> int:
 def percent(share: float) -> str:
     """`83 %`; one digit below 10 %."""
     return f"{100 * share:.1f} %" if 0 < share < 0.1 else f"{100 * share:.0f} %"
+
+
+def rate_of(config: RunConfig) -> str:
+    """RL's learning rate, in advice."""
+    return f"{config.rl.optimizer.lr:g}" if config.rl else "unset"
+
+
+def sentence(text: str) -> str:
+    """A text with a capital."""
+    return text[0].upper() + text[1:]

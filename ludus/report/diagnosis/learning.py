@@ -7,10 +7,18 @@ import warnings
 from statistics import median
 
 from ludus.config.schema import RunConfig
-from ludus.report.diagnosis.findings import WINDOW, Found, History, level_of, mean, percent
-
-START_STEPS = 3
-"""Steps of RL below which nothing is said of it: `--quick-test` has two."""
+from ludus.report.diagnosis.findings import (
+    CEILING,
+    START_STEPS,
+    WINDOW,
+    Found,
+    History,
+    level_of,
+    mean,
+    percent,
+    rate_of,
+    sentence,
+)
 
 SHARP = 0.03
 """Entropy in nats a token at the start of RL. Tiny recipes start between 0.1 and 0.4; at 0.03, a
@@ -55,23 +63,6 @@ NARROWER_ERRORS = 4.0
 NARROWER_GAIN = 0.05
 """Rise of success above which a policy that narrows gains by it."""
 
-TRAINED = "rl/success"
-"""Success of the training episodes of the last WINDOW steps, beside an evaluation's metrics."""
-
-REACHED, SFT_STEPS = "sft/reached", "sft/steps"
-"""At the end of SFT, beside the evaluation before RL: success of its last measurements for
-`sft.until`, and its number of steps."""
-
-SHORT = (0.5, 0.9)
-"""Missing share of `sft.until.success` at the end of SFT."""
-
-BY_HEART = (0.25, 0.5)
-"""Success of training episodes, sampled, above that of held-out tasks. In runs whose tasks do not
-repeat, the two differ by less than 0.1."""
-
-CEILING = 0.95
-"""Success from which rewards have no room to rise."""
-
 KL = (0.1, 1.0)
 """Nats a token between the policy and the one that sampled. PPO's usual limits are 0.01 to 0.05."""
 
@@ -113,29 +104,6 @@ def demonstrations(history: History, config: RunConfig) -> Found | None:
     return Found(level, f"{text}: {' and '.join(parts)}", told[0].upper() + told[1:])
 
 
-def short_of_target(history: History, config: RunConfig) -> Found | None:
-    """SFT ended far below the success at which it was to end."""
-    reached, steps = history.last(REACHED, 1), history.last(SFT_STEPS, 1)
-    if config.sft is None or config.sft.until is None or not reached or not steps:
-        return None
-    if config.rl is not None and config.rl.steps < START_STEPS:
-        return None  # `--quick-test`
-    target = config.sft.until.success
-    if not (level := level_of(1 - reached[0] / target, SHORT)):
-        return None
-    if steps[0] < config.sft.steps:  # `until.patience`
-        more = ""
-    else:
-        more = f"give SFT more steps (`sft.steps`, now {config.sft.steps:,}), "
-    shown = "demonstrations.num_episodes" if config.demonstrations else "sft.data"
-    return Found(
-        level,
-        f"SFT ended where {percent(reached[0])} of the sampled episodes succeed, of "
-        f"{percent(target)} that `sft.until.success` asks: RL has few successes to raise",
-        _sentence(f"{more}show more demonstrations (`{shown}`), or begin with easier tasks"),
-    )
-
-
 def too_sharp(history: History, config: RunConfig) -> Found | None:
     """The policy after SFT is so certain that the episodes of a group are alike."""
     entropy = history.first("train/entropy", START_STEPS)
@@ -163,7 +131,7 @@ def entropy_collapse(history: History, config: RunConfig) -> Found | None:
         level,
         f"the entropy fell from {mean(start):.2g} nats a token at the start of RL to {now:.2g}, "
         f"{percent(now / mean(start))} of it: the policy no longer explores",
-        f"Lower `rl.optimizer.lr` (now {_lr(config)}), or add an `entropy_bonus` or a "
+        f"Lower `rl.optimizer.lr` (now {rate_of(config)}), or add an `entropy_bonus` or a "
         "`kl_coefficient` to `rl.algorithm`",
     )
 
@@ -204,7 +172,7 @@ def _calmer(config: RunConfig) -> str:
     ways = []
     if bonus := config.rl.algorithm.args.get("entropy_bonus") if config.rl else None:
         ways.append(f"lower `entropy_bonus` of `rl.algorithm` (now {bonus:g}) or leave it out")
-    ways.append(f"lower `rl.optimizer.lr` (now {_lr(config)})")
+    ways.append(f"lower `rl.optimizer.lr` (now {rate_of(config)})")
     if (temperature := config.rollout.temperature) > 1:
         ways.append(f"lower `rollout.temperature` (now {temperature:g})")
     if config.sft is None:
@@ -213,7 +181,7 @@ def _calmer(config: RunConfig) -> str:
         start = f"a higher `sft.until.success` (now {config.sft.until.success:g})"
     else:
         start = f"more `sft.steps` (now {config.sft.steps:,})"
-    return _sentence(f"{', or '.join(ways)}; or let RL begin with more successes: {start}")
+    return sentence(f"{', or '.join(ways)}; or let RL begin with more successes: {start}")
 
 
 def _learns(history: History) -> bool:
@@ -257,7 +225,7 @@ def _to_a_rise(kl: float | None, config: RunConfig) -> str:
         rate, why = "higher", f"moves the policy by no more than {kl:.1g} nats a token"
     else:
         rate, why = "lower", f"moves the policy by {kl:.1g} nats a token, and may undo the last"
-    return f"Try a {rate} `rl.optimizer.lr` (now {_lr(config)}: a step {why}), {more}"
+    return f"Try a {rate} `rl.optimizer.lr` (now {rate_of(config)}: a step {why}), {more}"
 
 
 def narrows(history: History, config: RunConfig) -> Found | None:
@@ -284,11 +252,11 @@ def narrows(history: History, config: RunConfig) -> Found | None:
 
 def _wider(config: RunConfig) -> str:
     """Ways to a policy that goes on to try others."""
-    ways = [f"lower `rl.optimizer.lr` (now {_lr(config)})"]
+    ways = [f"lower `rl.optimizer.lr` (now {rate_of(config)})"]
     ways.append(f"raise `rollout.temperature` (now {config.rollout.temperature:g})")
     if config.rl is not None and not config.rl.algorithm.args.get("entropy_bonus"):
         ways.append("give `rl.algorithm` an `entropy_bonus`")
-    return _sentence(f"{', or '.join(ways)}; or use more demonstrations and easier tiers first")
+    return sentence(f"{', or '.join(ways)}; or use more demonstrations and easier tiers first")
 
 
 def sudden_fall(history: History, config: RunConfig) -> Found | None:
@@ -313,8 +281,8 @@ def sudden_fall(history: History, config: RunConfig) -> Found | None:
     return Found(
         1,
         f"success fell from {percent(best)} to {percent(mean(now))} in the last {FALL_STEPS} steps",
-        f"Lower `rl.optimizer.lr` (now {_lr(config)}) and start again, or go on from an earlier "
-        "checkpoint (`ludus checkpoint list RUN`)",
+        f"Lower `rl.optimizer.lr` (now {rate_of(config)}) and start again, or go on from an "
+        "earlier checkpoint (`ludus checkpoint list RUN`)",
     )
 
 
@@ -330,7 +298,7 @@ def decline(history: History, config: RunConfig) -> Found | None:
         1,
         f"the reward fell from {mean(first):.3g} in the first {WINDOW} steps to {mean(last):.3g} "
         f"in the last {WINDOW} (Welch's t test, one-sided p = {p_value:.1g})",
-        f"Lower `rl.optimizer.lr` (now {_lr(config)}), or go on from an earlier checkpoint "
+        f"Lower `rl.optimizer.lr` (now {rate_of(config)}), or go on from an earlier checkpoint "
         "(`ludus checkpoint list RUN`)",
     )
 
@@ -354,7 +322,7 @@ def drift(history: History, config: RunConfig) -> Found | None:
         return None
     told = " and ".join(text for text, own in levels.items() if own)
     rl = config.rl
-    ways = [f"lower `rl.optimizer.lr` (now {_lr(config)})"]
+    ways = [f"lower `rl.optimizer.lr` (now {rate_of(config)})"]
     if rl is not None and rl.epochs * rl.minibatches > 1:
         ways.append(f"fewer `rl.epochs` or `rl.minibatches` (now {rl.epochs} x {rl.minibatches})")
     if rl is not None and rl.max_staleness:
@@ -362,7 +330,7 @@ def drift(history: History, config: RunConfig) -> Found | None:
     return Found(
         level,
         f"the policy drifts from the one that sampled: {told} in the last {steps} steps",
-        _sentence(" or ".join(ways)),
+        sentence(" or ".join(ways)),
     )
 
 
@@ -378,7 +346,7 @@ def gradient_jump(history: History, config: RunConfig) -> Found | None:
     return Found(
         level,
         f"the gradient norm grew {times:.0f} times, from {median(before):.2g} to {median(now):.2g}",
-        f"Lower `rl.optimizer.lr` (now {_lr(config)}) or `rl.optimizer.max_grad_norm`",
+        f"Lower `rl.optimizer.lr` (now {rate_of(config)}) or `rl.optimizer.max_grad_norm`",
     )
 
 
@@ -395,81 +363,6 @@ def sampler_gap(history: History, config: RunConfig) -> Found | None:
     )
 
 
-def no_gain(history: History, config: RunConfig) -> Found | None:
-    """An evaluation is not above that before RL."""
-    if config.rl is not None and config.rl.steps < START_STEPS:
-        return None  # `--quick-test`
-    names = ("gain", "gain_low", "gain_high")
-    found = [history.last(f"evaluate/{name}", 1) for name in names]
-    if not all(found):
-        return None
-    gain, low, high = (100 * values[0] for values in found)
-    if low > 0:
-        return None
-    gain = round(gain, 1) + 0.0  # without the sign of a zero
-    told = f"{gain:+.1f} points ({100 * config.evaluate.confidence:g} % interval {low:+.1f} to "
-    told += f"{high:+.1f})"
-    start = history.last("evaluate/gain_from", 1)  # of runs since it is recorded
-    if start and start[0] >= CEILING and high >= 0:
-        return Found(
-            1,
-            f"RL had nothing to raise: {percent(start[0])} of the held-out tasks succeeded before "
-            f"it, and success changed by {told}",
-            "Train on harder tasks (`tasks.train`), or with SFT alone (leave out `rl`)",
-        )
-    if start:
-        told += f", from {100 * start[0]:.1f} to {100 * start[0] + gain:.1f} % of the same tasks"
-    if high < 0:
-        slower = f"lower `rl.optimizer.lr` (now {_lr(config)})"
-        if config.rl is not None and (target := config.rl.optimizer.target_kl) is not None:
-            slower = f"lower `rl.optimizer.target_kl` (now {target:g})"
-        return Found(
-            2,
-            f"success on held-out tasks is below its start: {told}",
-            "Use the checkpoint that `ludus checkpoint list RUN` marks as best; for RL that raises "
-            f"success, {slower}, or give a step more episodes (`rl.groups_per_step`)",
-        )
-    return Found(
-        1,
-        f"success on held-out tasks is not significantly above its start: {told}",
-        "Train longer (`rl.steps`, or a recipe of `ludus init --minutes`); to tell a smaller gain, "
-        + _more_heldout(config),
-    )
-
-
-def _more_heldout(config: RunConfig) -> str:
-    """Advice to evaluate more tasks: more of the held-out ones, where not all are evaluated."""
-    number, heldout = config.evaluate.num_tasks, config.tasks.heldout
-    args = heldout.args if heldout else {}
-    most = args.get("num_tasks", args.get("limit"))
-    if number is None or (isinstance(most, int) and number >= most):
-        return "hold out more tasks (`tasks.heldout`; all of them were evaluated)"
-    return "evaluate more tasks (`evaluate.num_tasks`)"
-
-
-def by_heart(history: History, config: RunConfig) -> Found | None:
-    """Training tasks succeed, held-out ones do not."""
-    trained, heldout = history.last(TRAINED, 1), history.last("evaluate/success", 1)
-    if not trained or not heldout:
-        return None
-    if not (level := level_of(trained[0] - heldout[0], BY_HEART)):
-        return None
-    return Found(
-        level,
-        f"of the training episodes of the last {WINDOW} steps {percent(trained[0])} succeed, of "
-        f"the held-out tasks {percent(heldout[0])}: the policy learns its training tasks by heart, "
-        "or the held-out ones are harder",
-        "Train on more different tasks: more rows, seeds or tiers in `tasks.train`; more RL steps "
-        "do not help",
-    )
-
-
-def loses(history: History, config: RunConfig) -> Found | None:
-    """An evaluation during RL is below that before RL."""
-    found = no_gain(history, config)
-    return found if found is not None and found.level == 2 else None
-
-
 def welch(low: list[float], high: list[float]) -> float:
     """One-sided p-value that the mean of `high` is not above that of `low`; steps are taken as
     independent, with variances of their own (Welch's t test)."""
@@ -481,11 +374,3 @@ def welch(low: list[float], high: list[float]) -> float:
         warnings.simplefilter("ignore", RuntimeWarning)
         result = ttest_ind(high, low, equal_var=False, alternative="greater")
     return float(result.pvalue)
-
-
-def _lr(config: RunConfig) -> str:
-    return f"{config.rl.optimizer.lr:g}" if config.rl else "unset"
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
