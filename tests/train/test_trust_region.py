@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from learner_helpers import make_batch, make_samples, policy
 
@@ -15,8 +17,11 @@ from ludus.train.trust_region import FASTEST, SLOWEST, START, moved, next_scale
 SURROGATE = clipped(0.2, 0.28)
 
 
-def test_the_first_optimizer_step_does_not_count() -> None:
+def test_the_first_optimizer_step_measures_rounding_alone() -> None:
     assert moved([{"kl": 0.0}, {"kl": 0.1}, {"kl": 0.3}]) == pytest.approx(0.2)
+    assert moved([{"kl": 4e-4}, {"kl": 5e-4}]) == pytest.approx(1e-4)
+    assert moved([{"kl": 4e-4}, {"kl": 2e-4}]) == 0.0
+    assert math.isnan(moved([{"kl": 0.1}, {"kl": math.nan}]) or 0.0)
     assert moved([{"kl": 0.5}]) is None
     assert moved([{"loss": 1.0}, {"loss": 1.0}]) is None
 
