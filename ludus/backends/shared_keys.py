@@ -53,6 +53,7 @@ def shared_rows(host: str, workers: str) -> list[Key]:
         mapped("rollout.parts"),
         mapped("demonstrations", note=f"ludus, before {host} starts"),
         mapped("sft", note=f"ludus' local back end, before {host} starts"),
+        refused("rl.steps_per_unused_sft_step", f"{host} is told its steps before SFT", 0.0),
         mapped("rl.horizon"),
         refused("rl.min_success_to_stop", f"{host} runs all of its steps"),
         mapped("evaluate.num_tasks", note=f"ludus, before {host} starts and after it ends"),

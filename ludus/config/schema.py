@@ -189,6 +189,11 @@ class RunConfig(Section):
                 "`sft.until` needs an `env`, a `judge` or an `agent` to score the episodes that it "
                 "measures; leave it out to train all of `sft.steps`"
             )
+        if self.rl and self.rl.steps_per_unused_sft_step and not (self.sft and self.sft.until):
+            raise ValueError(
+                "`rl.steps_per_unused_sft_step` has no effect: without `sft.until`, SFT leaves no "
+                "step unused; set that, or leave this out"
+            )
         formats = {self.rollout.format, *(part.format for part in self.rollout.parts.values())}
         if "code" in formats:
             self._code()

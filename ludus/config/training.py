@@ -119,6 +119,14 @@ class SFTUntilConfig(Section):
         description="End SFT where this many measurements in a row are not above the best before "
         "them, which is at least 0.1.",
     )
+    min_gain: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="End SFT where all the steps that are left are not expected to raise success "
+        "by this much: success rises with the logarithm of the steps, by a line through at least "
+        "four measurements, with one standard error in its favour. Not below 0.1. Null: never.",
+    )
     every: int = Field(
         10, ge=1, description="Steps between measurements; at most the stage's `steps`."
     )
@@ -170,6 +178,13 @@ class RLConfig(Section):
         default_factory=lambda: Spec(name="grpo"), description="A row of the algorithm table."
     )
     steps: int = Field(100, ge=1, description="Policy iterations: rollouts, then training.")
+    steps_per_unused_sft_step: float = Field(
+        0.0,
+        ge=0,
+        le=1000,
+        description="Steps added for each step of SFT that `sft.until` leaves unused: the time "
+        "that SFT does not need goes to RL. The sum is rounded down.",
+    )
     groups_per_step: int = Field(16, ge=1, le=1_000_000, description="Tasks sampled per step.")
     group_size: int = Field(
         8, ge=1, le=1_000_000, description="Episodes per task, compared with one another."

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from ludus.config.load import lookup
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError
+from ludus.pipeline.sft_end import rl_steps
 from ludus.store.folders import RunFolder
 from ludus.telemetry.metrics import MetricsLog
 from ludus.train.checkpoint.listing import list_checkpoints
@@ -27,7 +28,7 @@ def refuse_changes(
             f"env.name: run {folder.id} is of {lookup(before, 'env.name')}, not of "
             f"{lookup(config, 'env.name')}: start a new run for another environment"
         )
-    steps = config.rl.steps if config.rl else 0
+    steps = rl_steps(config, folder)
     for newest in list_checkpoints(folder.checkpoints)[-1:]:
         if "rl.steps" in changes and newest.stage == "rl" and newest.step > steps:
             raise ConfigError(

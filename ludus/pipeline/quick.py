@@ -134,6 +134,7 @@ def without_stages(config: RunConfig, *, sft: bool, rl: bool) -> RunConfig:
     data = config.model_dump()
     if sft:
         data |= {"sft": None, "demonstrations": None}
+        data["rl"]["steps_per_unused_sft_step"] = 0.0
     if rl:
         data["rl"] = None
     return RunConfig.model_validate(data)

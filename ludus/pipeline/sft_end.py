@@ -8,11 +8,13 @@ to 74.0 % success after equal steps of babyai-tiny), so it is measured and not f
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from itertools import takewhile
 from statistics import fmean
 
+from ludus.config.schema import RunConfig
 from ludus.config.training import RECENT, SFTUntilConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Message, Task
@@ -21,12 +23,16 @@ from ludus.evaluate import Evaluation
 from ludus.evaluate.results import read_evaluation
 from ludus.pipeline.build import Run
 from ludus.pipeline.evaluation.evaluate import play_heldout
+from ludus.store.folders import RunFolder
 
 LEAST = 0.1
 """Success below which SFT goes on although success does not rise: RL would find too little."""
 
 LEAST_UNSEEN = 8
 """Training tasks without a demonstration that suffice for a measurement."""
+
+LEAST_FORECAST = 4
+"""Measurements that a forecast needs."""
 
 LABEL = "sft"
 """Label of the measurements: `evaluate/sft` in the store."""
@@ -75,10 +81,46 @@ async def measure(run: Run, until: SFTUntilConfig, step: int) -> tuple[list[Grou
     return groups, result.model_copy(update={"policy_version": version})
 
 
-def measured(run: Run, step: int) -> list[float]:
-    """Success of the measurements up to a step, in their order."""
-    files = [(at, path) for label, at, path in run.folder.evaluation_files() if label == LABEL]
-    return [read_evaluation(path).success.value for at, path in sorted(files) if at <= step]
+Measured = tuple[int, float]
+"""A step of SFT, and the success of its measurement."""
+
+
+def measured(folder: RunFolder, step: int) -> list[Measured]:
+    """The measurements up to a step, in their order."""
+    files = sorted((at, path) for label, at, path in folder.evaluation_files() if label == LABEL)
+    return [(at, read_evaluation(path).success.value) for at, path in files if at <= step]
+
+
+def rl_steps(config: RunConfig, folder: RunFolder) -> int:
+    """Steps of RL, with those that SFT has left to it (`rl.steps_per_unused_sft_step`)."""
+    if config.rl is None:
+        return 0
+    if not config.rl.steps_per_unused_sft_step or config.sft is None:
+        return config.rl.steps
+    # Its end is measured, whatever the reason for it.
+    last = max((at for label, at, _ in folder.evaluation_files() if label == LABEL), default=None)
+    unused = max(config.sft.steps - last, 0) if last is not None else 0
+    return config.rl.steps + int(unused * config.rl.steps_per_unused_sft_step)
+
+
+def expected_gain(found: Sequence[Measured], steps: int, num_episodes: int) -> float:
+    """How much success the steps up to `steps` are expected to add, with one standard error.
+
+    A line through the later half of the measurements, at least LEAST_FORECAST, over the logarithm
+    of the steps: equal gains for each doubling. Infinite where there are too few.
+
+    Args:
+        num_episodes: of a measurement.
+    """
+    points = found[-max(LEAST_FORECAST, len(found) // 2) :]
+    if len(points) < LEAST_FORECAST:
+        return math.inf
+    doublings = [math.log2(at) for at, _ in points]
+    success, middle = fmean(value for _, value in points), fmean(doublings)
+    spread = sum((x - middle) ** 2 for x in doublings)
+    slope = sum((x - middle) * y for x, (_, y) in zip(doublings, points, strict=True)) / spread
+    error = math.sqrt(max(success * (1 - success), 0.01) / num_episodes / spread)
+    return (slope + error) * (math.log2(steps) - doublings[-1])
 
 
 def recent(successes: Sequence[float]) -> float:
@@ -86,17 +128,22 @@ def recent(successes: Sequence[float]) -> float:
     return fmean(successes[-RECENT:])
 
 
-def unreached(until: SFTUntilConfig, successes: Sequence[float]) -> str:
+def unreached(until: SFTUntilConfig, found: Sequence[Measured]) -> str:
     """Returns the success that SFT reached in all of its steps, beside its target, in words."""
-    level = recent(successes) if successes else 0.0
+    level = recent([value for _, value in found]) if found else 0.0
     return (
         f"all of its steps; {level:.0%} of the sampled episodes succeed, of {until.success:.0%} "
         "(until.success)"
     )
 
 
-def reason_to_end(until: SFTUntilConfig, successes: Sequence[float]) -> str | None:
-    """The reason why SFT ends after these measurements; None: it goes on."""
+def reason_to_end(until: SFTUntilConfig, found: Sequence[Measured], steps: int = 0) -> str | None:
+    """The reason why SFT ends after these measurements; None: it goes on.
+
+    Args:
+        steps: of SFT at most, for `until.min_gain`; 0: it is not asked.
+    """
+    successes = [value for _, value in found]
     if not successes:
         return None
     if (level := recent(successes)) >= until.success:
@@ -106,5 +153,13 @@ def reason_to_end(until: SFTUntilConfig, successes: Sequence[float]) -> str | No
         return (
             f"success has not risen above {best:.0%} in {until.patience} measurements "
             "(until.patience)"
+        )
+    if until.min_gain is None or not steps or level < LEAST:
+        return None
+    gain = expected_gain(found, steps, until.num_tasks * until.samples_per_task)
+    if gain < until.min_gain:
+        return (
+            f"{level:.0%} of the sampled episodes succeed, and the {steps - found[-1][0]:,} steps "
+            f"that are left are expected to add at most {max(gain, 0):.1%} (until.min_gain)"
         )
     return None

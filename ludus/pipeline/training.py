@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ludus.config.training import SFTUntilConfig
@@ -194,7 +195,7 @@ class Trainer:
         if name == "sft":
             stage, self._excluded = sft_stage(run, self._observer.note)
         else:
-            stage = rl_stage(run)
+            stage = rl_stage(self._with_unused_sft())
         run.backend.begin_stage(stage.settings, stage.algorithm)
         seed_random(derive_seed(run.config.seed, "stage", name))  # e.g. LoRA's dropout
         start = 0
@@ -210,6 +211,19 @@ class Trainer:
             raise BudgetSpent(exceeded)
         stage.after_step = partial(self._after_step, stage)
         return stage, start
+
+    def _with_unused_sft(self) -> Run:
+        """Returns the run, with the steps of RL that SFT has left to it, from now on."""
+        run, rl = self.run, self.run.config.rl
+        assert rl is not None
+        if (steps := sft_end.rl_steps(run.config, run.folder)) > rl.steps:
+            self._observer.note(
+                f"rl: {steps - rl.steps} more steps in the time that SFT has left, {steps} in all "
+                "(rl.steps_per_unused_sft_step)"
+            )
+            longer = rl.model_copy(update={"steps": steps})
+            self.run = replace(run, config=run.config.model_copy(update={"rl": longer}))
+        return self.run
 
     def _load(self, stage: Stage, resumed: CheckpointInfo) -> float | None:
         """Restore a checkpoint of the stage; returns the success that it was saved with."""
@@ -301,14 +315,14 @@ class Trainer:
         until = self._until(stage)
         if until is None or step % until.every:
             return None
-        return sft_end.reason_to_end(until, sft_end.measured(self.run, step))
+        return sft_end.reason_to_end(until, sft_end.measured(self.run.folder, step), stage.steps)
 
     def _unreached(self, stage: Stage, step: int) -> str:
         """Returns the success after the last step of SFT, beside `sft.until`; empty before."""
         until = self._until(stage)
         if until is None or step < stage.steps:
             return ""
-        return sft_end.unreached(until, sft_end.measured(self.run, step))
+        return sft_end.unreached(until, sft_end.measured(self.run.folder, step))
 
     def _until(self, stage: Stage) -> SFTUntilConfig | None:
         sft = self.run.config.sft

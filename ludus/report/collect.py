@@ -199,10 +199,15 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     if config.env:
         settings["environment"] = config.env.name
     if config.sft:
-        settings["SFT"] = f"{config.sft.steps} steps of {config.sft.episodes_per_step} episodes"
+        most = "at most " if config.sft.until else ""
+        settings["SFT"] = (
+            f"{most}{config.sft.steps} steps of {config.sft.episodes_per_step} episodes"
+        )
     if config.rl:
         settings["algorithm"] = config.rl.algorithm.name
         episodes = f"{config.rl.groups_per_step} x {config.rl.group_size} episodes"
         settings["RL"] = f"{config.rl.steps} steps of {episodes}"
+        if share := config.rl.steps_per_unused_sft_step:
+            settings["RL"] += f", and {share:g} more for each step that SFT leaves unused"
         settings["learning rate"] = f"{config.rl.optimizer.lr:g}"
     return settings

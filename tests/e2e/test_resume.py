@@ -276,6 +276,33 @@ def test_a_measured_end_of_sft_resumes_too(
     assert ("evaluate/sft", 8) in steps
 
 
+LEFT = [
+    "sft.until={success: 0.01, every: 4, num_tasks: 8, samples_per_task: 4}",
+    "rl.steps=3",
+    "rl.steps_per_unused_sft_step=0.5",
+]
+
+
+@pytest.mark.slow
+def test_steps_that_sft_leaves_to_rl_are_resumed_too(
+    ludus: Ludus, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    undisturbed = Ludus(zygote, tmp_path_factory.mktemp("left"))
+    done = undisturbed("train", BABYAI, *LEFT).ok()
+    found = {step["at"][:2] for step in undisturbed.state()["steps"]}
+    last = max(step for stage, step in found if stage == "evaluate/sft")
+    steps = 3 + (24 - last) // 2
+    assert steps > 6, "SFT has to end early, or this proves little"
+    assert f"rl: {steps - 3} more steps in the time that SFT has left, {steps} in all" in done.all
+    assert max(step for stage, step in found if stage == "rl") == steps - 1
+
+    killed = go_on(ludus, *LEFT, setup="strike('ludus.pipeline.training:Trainer._save', 4, 'kill')")
+    assert killed.code == -signal.SIGKILL, killed.all
+    assert any(line["stage"] == "rl" for line in ludus.metrics()), "killed within RL"
+    go_on(ludus).ok()
+    assert_same(ludus, undisturbed)
+
+
 @pytest.mark.parametrize("mode", ["float32", "stochastic_rounding"])
 @pytest.mark.slow
 def test_weights_in_bfloat16_resume_too(

@@ -2,43 +2,62 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
+import pytest
+
+from ludus.config.load import load_config
 from ludus.config.training import SFTUntilConfig
 from ludus.core.types import Message, Task
 from ludus.data.conversations import Conversation
-from ludus.pipeline.sft_end import not_shown, reason_to_end, unreached
+from ludus.pipeline.sft_end import (
+    Measured,
+    expected_gain,
+    not_shown,
+    reason_to_end,
+    rl_steps,
+    unreached,
+)
+from ludus.store.folders import RunFolder
+
+
+def at(*successes: float, every: int = 10) -> list[Measured]:
+    """Measurements after each `every` steps."""
+    return [(every * n, value) for n, value in enumerate(successes, 1)]
 
 
 def test_a_target_that_is_not_reached_is_told() -> None:
     until = SFTUntilConfig(success=0.44)
     said = "all of its steps; 25% of the sampled episodes succeed, of 44% (until.success)"
-    assert unreached(until, [0.1, 0.2, 0.3]) == said
+    assert unreached(until, at(0.1, 0.2, 0.3)) == said
 
 
 def test_success_ends_sft() -> None:
     until = SFTUntilConfig(success=0.4)
-    assert reason_to_end(until, []) is None
-    assert reason_to_end(until, [0.1, 0.39]) is None
-    assert "40% of the sampled episodes" in str(reason_to_end(until, [0.1, 0.3, 0.5]))
-    assert "45% of the sampled episodes" in str(reason_to_end(until, [0.45]))
+    assert reason_to_end(until, at()) is None
+    assert reason_to_end(until, at(0.1, 0.39)) is None
+    assert "40% of the sampled episodes" in str(reason_to_end(until, at(0.1, 0.3, 0.5)))
+    assert "45% of the sampled episodes" in str(reason_to_end(until, at(0.45)))
 
 
 def test_one_lucky_measurement_does_not_end_sft() -> None:
     until = SFTUntilConfig(success=0.4)
-    assert reason_to_end(until, [0.3, 0.2, 0.42]) is None
-    assert reason_to_end(until, [0.3, 0.42, 0.37]) is None
+    assert reason_to_end(until, at(0.3, 0.2, 0.42)) is None
+    assert reason_to_end(until, at(0.3, 0.42, 0.37)) is None
 
 
 def test_success_that_no_longer_rises_ends_sft() -> None:
     until = SFTUntilConfig(success=0.9, patience=3)
-    assert reason_to_end(until, [0.2, 0.1, 0.2]) is None
-    assert "above 20% in 3" in str(reason_to_end(until, [0.2, 0.1, 0.2, 0.15]))
-    assert reason_to_end(until, [0.2, 0.1, 0.2, 0.25]) is None
+    assert reason_to_end(until, at(0.2, 0.1, 0.2)) is None
+    assert "above 20% in 3" in str(reason_to_end(until, at(0.2, 0.1, 0.2, 0.15)))
+    assert reason_to_end(until, at(0.2, 0.1, 0.2, 0.25)) is None
 
 
 def test_sft_goes_on_where_hardly_any_episode_succeeds() -> None:
     until = SFTUntilConfig(success=0.9, patience=3)
-    assert reason_to_end(until, [0.0] * 20) is None
-    assert reason_to_end(until, [0.05, *[0.01] * 20]) is None
+    assert reason_to_end(until, at(*[0.0] * 20)) is None
+    assert reason_to_end(until, at(0.05, *[0.01] * 20)) is None
 
 
 def test_the_tasks_that_a_file_of_conversations_shows_are_known_by_their_questions() -> None:
@@ -59,3 +78,59 @@ def test_the_tasks_that_a_file_of_conversations_shows_are_known_by_their_questio
     assert not_shown(train, by_id) == train[1:]
     worlds = [Task(id="env:1"), Task(id="env:2")]  # an environment opens them
     assert not_shown(worlds, shown) == worlds
+
+
+COIN = (0.375, 0.359, 0.242, 0.414, 0.367, 0.383, 0.383, 0.313, 0.391, 0.414)
+"""A real curve, every 100 steps: 37 % at the first measurement, and no more after 1,000 steps."""
+
+
+def test_a_gain_is_foretold_with_the_logarithm_of_the_steps() -> None:
+    doublings = [(100, 0.1), (200, 0.2), (400, 0.3), (800, 0.4)]
+    assert expected_gain(doublings, 3200, 10**9) == pytest.approx(0.2, abs=1e-3)
+    assert expected_gain(doublings, 800, 128) == 0.0
+    assert expected_gain(doublings[:3], 3200, 128) == math.inf
+    assert expected_gain(doublings, 3200, 128) > 0.2, "with one standard error"
+    late = [(50 * n, 0.2) for n in range(1, 8)] + doublings[2:]
+    assert expected_gain(late, 3200, 10**9) > 0.1, "of the later half alone"
+
+
+def test_sft_ends_where_what_is_left_of_it_promises_little() -> None:
+    until = SFTUntilConfig(success=0.45, patience=6, min_gain=0.05, num_tasks=128)
+    until = until.model_copy(update={"samples_per_task": 1})
+    ends = [n for n in range(1, 11) if reason_to_end(until, at(*COIN[:n], every=100), 1080)]
+    assert ends[0] == 4, "after 400 of 1,080 steps"
+    told = str(reason_to_end(until, at(*COIN[:4], every=100), 1080))
+    assert told.startswith("33% of the sampled episodes succeed, and the 680 steps that are left")
+    rising = at(0.11, 0.17, 0.2, 0.24, 0.26, every=100)
+    assert reason_to_end(until, rising, 1080) is None
+    assert reason_to_end(until, at(*[0.02] * 8, every=100), 1080) is None, "too little for RL"
+    without = until.model_copy(update={"min_gain": None})
+    assert reason_to_end(without, at(*COIN[:4], every=100), 1080) is None
+
+
+def test_steps_that_sft_leaves_are_added_to_those_of_rl(tmp_path: Path) -> None:
+    config = load_config("recipes/babyai-tiny.yaml")
+    assert config.sft is not None
+    assert config.rl is not None
+    folder = RunFolder(tmp_path / "run-1")
+
+    def steps(share: float, done: int | None, until: bool = True) -> int:
+        assert config.sft is not None
+        assert config.rl is not None
+        folder.evaluations.mkdir(parents=True, exist_ok=True)
+        for old in folder.evaluations.iterdir():
+            old.unlink()
+        if done is not None:
+            for step in (done - 10, done):
+                (folder.evaluations / f"sft-{step:06d}.json").touch()
+        sft = config.sft.model_copy(update={"steps": 200, "until": SFTUntilConfig()})
+        rl = config.rl.model_copy(update={"steps": 50, "steps_per_unused_sft_step": share})
+        changed = {"sft": sft if until else None, "rl": rl}
+        return rl_steps(config.model_copy(update=changed), folder)
+
+    assert steps(0.35, 120) == 78
+    assert steps(0.35, 200) == 50
+    assert steps(0.0, 120) == 50
+    assert steps(0.35, None) == 50, "nothing was measured"
+    assert steps(0.35, 120, until=False) == 50
+    assert rl_steps(config.model_copy(update={"rl": None}), folder) == 0

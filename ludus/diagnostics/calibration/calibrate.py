@@ -242,7 +242,7 @@ def _calibrate(
         *foretold.of_worlds(distinct, unseen),
         *foretold.of_lengths(lengths, config.model.context_length),
         *foretold.of_turns(expert.turns, config.rollout.max_turns, subject.levels),
-        *of_trial(config, trial, subject),
+        *of_trial(config, trial, subject, planned),
         *repeated(subject, expert, tasks),
     ]
     return Calibration(
@@ -270,7 +270,9 @@ def refuse_long(subject: Subject) -> None:
         )
 
 
-def of_trial(config: RunConfig, trial: Trial, subject: Subject) -> Iterator[str]:
+def of_trial(
+    config: RunConfig, trial: Trial, subject: Subject, planned: choices.Steps | None
+) -> Iterator[str]:
     """Yields what is foretold of a recipe with SFT until a measured end, and of its RL."""
     if config.sft is not None and config.sft.until is not None:
         yield from foretold.of_trial(
@@ -282,7 +284,8 @@ def of_trial(config: RunConfig, trial: Trial, subject: Subject) -> Iterator[str]
             subject.tiers,
         )
         if (rl := config.rl) is not None:
-            yield from foretold.of_episodes(rl.steps * rl.groups_per_step * rl.group_size)
+            steps = planned.likely if planned else rl.steps
+            yield from foretold.of_episodes(steps * rl.groups_per_step * rl.group_size)
 
 
 def measured(good: Sequence[Demonstration]) -> Sequence[Demonstration]:

@@ -223,9 +223,13 @@ def _rl(c: Calibration) -> Iterator[Line]:
         return
     yield "algorithm", rl.algorithm, ""
     told = "by the estimate of `ludus plan`"
-    if c.steps is not None:
-        told = f"of {c.steps.rl_s / rl.steps:.1f} s: {c.steps.rl_s / 60:.1f} minutes"
+    planned = c.steps
+    if planned is not None:
+        told = f"of {planned.rl_s / planned.likely:.1f} s, where SFT takes all of its steps"
     yield "steps", rl.steps, told
+    if planned is not None and rl.steps_per_unused_sft_step:
+        told = f"the time that SFT leaves; about {planned.likely} in all if it ends as expected"
+        yield "steps_per_unused_sft_step", rl.steps_per_unused_sft_step, told
     yield "groups_per_step", rl.groups_per_step, ""
     yield "group_size", rl.group_size, ""
     if rl.minibatches > 1:

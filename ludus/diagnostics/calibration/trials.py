@@ -332,7 +332,7 @@ async def _sft(
         trial.eval_s = measured_s * of_recipe.num_tasks / settings.num_tasks
         trial.curve.append((step, result.success.value))
         say(f"after {step} steps of SFT {result.success.value:.0%} of sampled episodes succeed")
-        ended = sft_end.reason_to_end(settings, [value for _, value in trial.curve])
+        ended = sft_end.reason_to_end(settings, trial.curve)
         if ended or step >= stage.steps or time.perf_counter() > until:
             return
         as_long = math.ceil(measured_s / trial.sft_step_s) if trial.sft_step_s else 0

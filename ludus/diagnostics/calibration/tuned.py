@@ -108,7 +108,9 @@ def with_choices(
         every, planned = often, plan(often)
     every = min(every, planned.sft)
     patience = choices.patience(planned.sft, every, until.patience)
-    until = until.model_copy(update={"every": every, "patience": patience})
+    until = until.model_copy(
+        update={"every": every, "patience": patience, "min_gain": choices.MIN_GAIN}
+    )
     minibatches = choices.minibatches(groups * config.rl.group_size)
     free = {"lr": choices.RL_RATE_FREE, "target_kl": None}
     held = {"lr": choices.RL_RATE, "target_kl": choices.target_kl(episode_tokens)}
@@ -124,10 +126,11 @@ def with_choices(
         "rl": config.rl.model_copy(
             update={
                 "steps": planned.rl,
+                "steps_per_unused_sft_step": planned.more,
                 "groups_per_step": groups,
                 "minibatches": minibatches,
                 "optimizer": config.rl.optimizer.model_copy(
-                    update={"warmup_steps": min(10, planned.rl // 5)}
+                    update={"warmup_steps": min(10, planned.likely // 5)}
                     | (held if minibatches > 1 else free)
                 ),
             }

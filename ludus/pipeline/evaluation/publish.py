@@ -218,9 +218,10 @@ def _training(config: RunConfig, info: CheckpointInfo) -> str:
         lines.append(f"- SFT: {_steps(steps, config.sft.steps)} of {episodes} conversations")
     if config.rl and info.stage == "rl":
         rl = config.rl
+        told = _steps(info.step, max(rl.steps, info.step))  # more with what SFT left unused
         lines.append(
-            f"- RL: {rl.algorithm.name}, {_steps(info.step, rl.steps)} of {rl.groups_per_step} "
-            f"tasks with {rl.group_size} episodes each"
+            f"- RL: {rl.algorithm.name}, {told} of {rl.groups_per_step} tasks with "
+            f"{rl.group_size} episodes each"
         )
     return "\n".join(lines) + "\n"
 

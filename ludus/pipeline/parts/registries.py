@@ -291,7 +291,9 @@ def _inert_rl(config: RunConfig, rl: RLConfig) -> Iterator[str]:
         return
     if config.tasks.heldout is None:
         yield "rl.min_success_to_stop: there are no tasks to evaluate on: set tasks.heldout"
-    elif not 0 < config.evaluate.every < rl.steps:
+    elif not config.evaluate.every or (
+        config.evaluate.every >= rl.steps and not rl.steps_per_unused_sft_step
+    ):
         yield (
             f"rl.min_success_to_stop: no evaluation comes between steps (evaluate.every is "
             f"{config.evaluate.every}, rl.steps {rl.steps}): set evaluate.every to a number from "

@@ -64,6 +64,10 @@ REFUSED = {
         "rollout": {"deterministic": False},
     },
     "rl.min_success_to_stop": {"rl": {"min_success_to_stop": 0.5}},
+    "rl.steps_per_unused_sft_step": {
+        "sft": {"until": {}},
+        "rl": {"steps_per_unused_sft_step": 0.1},
+    },
     "rl.minibatches": {"rl": {"groups_per_step": 4, "minibatches": 2}},
     "rl.optimizer.schedule": {"rl": {"optimizer": {"schedule": "linear"}}},
     "traces": {"traces": {"endpoint": "http://127.0.0.1:4318"}},

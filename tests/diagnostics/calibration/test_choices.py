@@ -125,7 +125,13 @@ def test_the_minutes_are_divided() -> None:
     assert choices.steps(hard, 10, 10, 10).sft > planned.sft
     assert choices.steps(hard, 10, 10, 10).rl < planned.rl
     assert planned.rl_s + planned.sft_s < 600
-    assert planned.rl >= 200
+    assert planned.likely >= 200
+    # All of SFT, or none of it: the minutes are the same.
+    sft_step = planned.sft_s / 60  # seconds, of the 60 steps that are expected
+    rl_step = planned.rl_s / planned.likely
+    longest = planned.sft * sft_step + planned.rl * rl_step
+    shortest = (planned.rl + int(planned.sft * planned.more)) * rl_step
+    assert shortest == pytest.approx(longest, rel=0.05)
     assert planned.sft >= 60
     slow = choices.steps(Trial(sft_step_s=30.0, rl_step_s=100.0), 10, 0, 10)
     assert (slow.sft, slow.rl) == (20, 20)
@@ -150,7 +156,8 @@ def test_time_that_sft_will_not_need_goes_to_rl() -> None:
     soon = Trial(sft_step_s=0.6, curve=rising, rl_step_s=2.0, eval_s=2.0)
     planned = choices.steps(soon, minutes=10, demonstrations_s=10, every=10)
     assert planned.sft == 290  # four times the expected steps would leave RL too little
-    assert planned.rl > 200
+    assert planned.rl == 180
+    assert planned.likely > 200
     quick = choices.steps(Trial(sft_step_s=0.1, curve=rising, rl_step_s=2.0), 10, 10, 10)
     assert quick.sft == 310  # four times the 77 expected, of which half as many again count
     assert round(quick.sft_s, 3) == 11.6
