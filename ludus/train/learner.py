@@ -35,7 +35,7 @@ from ludus.train.critic import Critic
 from ludus.train.forward import Forward
 from ludus.train.muon import make_optimizer
 from ludus.train.packing import Batch, MicroBatch
-from ludus.train.trust_region import NOT_MEASURED, START, moved, next_scale
+from ludus.train.trust_region import NOT_MEASURED, RateScale, moved
 
 log = get_logger(__name__)
 
@@ -100,8 +100,8 @@ class Learner:
         )
         self.dump_dir = dump_dir
         self.step = 0
-        self._target_kl = config.target_kl if isinstance(config, RLOptimizerConfig) else None
-        self.rate_scale = 1.0 if self._target_kl is None else START
+        target_kl = config.target_kl if isinstance(config, RLOptimizerConfig) else None
+        self.rate_scale = None if target_kl is None else RateScale(target_kl)
         self._pending: list[_Pending] = []
         self._declared: LossFn | None = None  # the loss whose unit was checked
         self.parameters = list(parameters or (p for p in model.parameters() if p.requires_grad))
@@ -159,7 +159,9 @@ class Learner:
         norm = self._clip()
         if not math.isfinite(norm):
             self._refuse(f"the gradient's norm is {norm}")
-        lr = self.rate_scale * learning_rate(self.config, self.step, self.num_steps)
+        lr = learning_rate(self.config, self.step, self.num_steps)
+        if self.rate_scale is not None:
+            lr *= self.rate_scale.scale
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -170,15 +172,15 @@ class Learner:
         return {"grad_norm": norm, "lr": lr}
 
     @property
-    def saved_scale(self) -> float | None:
-        """Of a checkpoint: the scale of the rate, or None where no `target_kl` sets it."""
-        return None if self._target_kl is None else self.rate_scale
+    def saved_scale(self) -> dict[str, float] | None:
+        """Of a checkpoint: the state of the scale, or None where no `target_kl` sets it."""
+        return None if self.rate_scale is None else self.rate_scale.state()
 
-    def restore_scale(self, saved: float | None) -> None:
+    def restore_scale(self, saved: Mapping[str, float] | None) -> None:
         """Take `saved_scale` of a checkpoint, unless this run or that one has no `target_kl`: then
         the rate begins as in a new run, for nothing would bring it back, or had brought it down."""
-        if saved is not None and self._target_kl is not None:
-            self.rate_scale = saved
+        if saved is not None and self.rate_scale is not None:
+            self.rate_scale = RateScale(self.rate_scale.target, **saved)
 
     def adapt(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Scale the learning rate by how far an iteration's optimizer steps moved the policy.
@@ -186,16 +188,18 @@ class Learner:
         Returns the KL, its target and the new scale as `train/NAME`; nothing without a target.
         Errors: ConfigError where the loss does not measure it.
         """
-        config, target_kl = self.config, self._target_kl
-        if target_kl is None:
+        config, rate_scale = self.config, self.rate_scale
+        if rate_scale is None:
             return {}
         if steps and "kl" not in steps[0]:
             raise ConfigError(NOT_MEASURED)
         share = learning_rate(config, self.step, self.num_steps) / config.lr
-        kl, target = moved(steps), target_kl * share**2
-        self.rate_scale = next_scale(self.rate_scale, kl, target_kl, share)
-        found = {"moved_kl": kl, "target_kl": target, "rate_scale": self.rate_scale}
-        return {f"train/{name}": value for name, value in found.items() if value is not None}
+        kl = moved(steps)
+        rate_scale.update(kl, share)
+        found = {"target_kl": rate_scale.target * share**2, "rate_scale": rate_scale.scale}
+        if kl is not None:
+            found["moved_kl"] = kl
+        return {f"train/{name}": value for name, value in found.items()}
 
     def _clip(self) -> float:
         """Clip the gradient and create the optimizer's state; returns the gradient's norm."""

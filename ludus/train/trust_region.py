@@ -1,14 +1,15 @@
 """The learning rate that moves the policy no farther than asked: `rl.optimizer.target_kl`.
 
 A fixed rate that suits one policy destroys another. After each policy iteration the rate is scaled
-by how far that iteration moved the policy, as in Schulman et al. 2017 (arXiv:1707.06347, section 4)
-for a penalty; it never exceeds the schedule's. KL grows with the square of the rate.
+by how far the last iterations moved the policy, as in Schulman et al. 2017 (arXiv:1707.06347,
+section 4) for a penalty; it never exceeds the schedule's. KL grows with the square of the rate.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 SLOWEST, FASTEST = 1 / 16, 1.0
 """Limits of the scale: a policy that hardly moves may have nothing to learn from."""
@@ -19,8 +20,12 @@ moments hold no noise of other batches yet: at a scale of 1 the first iteration 
 to 81 times the target, and one of them lost a quarter of its success (docs/log.md)."""
 
 DOWN, UP = 0.25, 1.25
-"""Limits of a change of the scale: a step that was too long is mended at once, a short one slowly,
-for the KL of one iteration is a noisy figure."""
+"""Limits of a change of the scale: a step that was too long is mended at once, a short one
+slowly."""
+
+FADE = 0.8
+"""Weight of each iteration over that of the next. The KL of one iteration is a noisy figure: of
+64 episodes it was 10 times that of the iteration before, for the sake of a few tokens."""
 
 NOT_MEASURED = (
     "rl.optimizer.target_kl has no effect: the loss of `rl.algorithm` returns no "
@@ -39,27 +44,50 @@ def moved(steps: Sequence[Mapping[str, float]]) -> float | None:
 
     The first step begins at the policy that sampled: what it measures is how far learner and
     sampler differ in rounding. With products in bfloat16 that was 3e-5 to 5e-4 in one run, above
-    the target in its last third, so that the rate fell to its lowest limit and stayed there.
+    the target in its last third, so that the rate fell to its lowest limit and stayed there. The
+    difference may be negative, by the noise of both.
     """
     kls = [metrics["kl"] for metrics in steps if "kl" in metrics]
     if len(kls) < 2:
         return None
     first, others = kls[0], kls[1:]
-    above = sum(others) / len(others) - first
-    return above if math.isnan(above) else max(above, 0.0)
+    return sum(others) / len(others) - first
 
 
-def next_scale(scale: float, kl: float | None, target: float, share: float) -> float:
-    """Returns the factor on the learning rate for the next iteration.
+@dataclass
+class RateScale:
+    """The factor on the schedule's learning rate.
 
     Args:
-        kl: that `moved` returned.
-        target: the KL to be reached at the peak rate.
-        share: of the schedule's rate in its peak. The target falls with its square.
+        target: the KL of an iteration at the peak rate, in nats a token.
+        kl: sum of the iterations' KL, the newest with weight 1, each before it with FADE less.
+        squares: sum of the squares of their rates over the peak, likewise; `kl / squares` is the KL
+            that the peak rate would have. Iterations with a high rate count most: they tell most.
     """
-    if kl is None or share < LAST_SHARE:
-        return scale
-    if math.isnan(kl):
-        return max(scale * DOWN, SLOWEST)
-    change = math.sqrt(target * share**2 / kl) if kl > 0 else UP
-    return min(max(scale * min(max(change, DOWN), UP), SLOWEST), FASTEST)
+
+    target: float
+    scale: float = START
+    kl: float = 0.0
+    squares: float = 0.0
+
+    def update(self, kl: float | None, share: float) -> None:
+        """Follow an iteration.
+
+        Args:
+            kl: that `moved` returned.
+            share: of the schedule's rate in its peak. The target falls with its square.
+        """
+        if kl is None or share < LAST_SHARE:
+            return
+        if math.isnan(kl):
+            self.scale = max(self.scale * DOWN, SLOWEST)
+            return
+        self.kl = FADE * self.kl + kl
+        self.squares = FADE * self.squares + (self.scale * share) ** 2
+        wanted = math.sqrt(self.target * self.squares / self.kl) if self.kl > 0 else FASTEST
+        within = min(max(wanted, self.scale * DOWN), self.scale * UP)
+        self.scale = min(max(within, SLOWEST), FASTEST)
+
+    def state(self) -> dict[str, float]:
+        """All but the target, for a checkpoint."""
+        return {"scale": self.scale, "kl": self.kl, "squares": self.squares}

@@ -276,6 +276,22 @@ def test_a_measured_end_of_sft_resumes_too(
     assert ("evaluate/sft", 8) in steps
 
 
+@pytest.mark.slow
+def test_a_rate_that_follows_the_kl_resumes_too(
+    ludus: Ludus, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    held = ["rl.optimizer.target_kl=1e-4", "rl.minibatches=2"]
+    undisturbed = Ludus(zygote, tmp_path_factory.mktemp("kl"))
+    undisturbed("train", BABYAI, *held).ok()
+    scales = {m["train/rate_scale"] for m in undisturbed.metrics() if "train/rate_scale" in m}
+    assert len(scales) > 2, "the rate has to move, or this proves little"
+    killed = go_on(ludus, *held, setup="strike('ludus.train.learner:Learner.adapt', 28, 'kill')")
+    assert killed.code == -signal.SIGKILL, killed.all
+    assert any(line["stage"] == "rl" for line in ludus.metrics()), "killed within RL"
+    go_on(ludus).ok()
+    assert_same(ludus, undisturbed)
+
+
 LEFT = [
     "sft.until={success: 0.01, every: 4, num_tasks: 8, samples_per_task: 4}",
     "rl.steps=3",

@@ -43,7 +43,7 @@ RESERVE_S = 25.0
 NUM_HELDOUT = 384
 """Held-out tasks: the 95 % intervals of 50 and 60.5 % do not overlap."""
 
-MOST_HELDOUT, HELDOUT_SHARE = 1024, 0.05
+MOST_HELDOUT, HELDOUT_SHARE = 1024, 0.1
 """Held-out tasks where playing them before and after RL takes this share of the minutes: the
 intervals of 50 and 56.3 % do not overlap."""
 

@@ -242,7 +242,7 @@ def of_trial(
     trial: Trial,
     steps: int,
     target: float,
-    kind: str = "env",
+    source: str = "env",
     levels: Sequence[str] = (),
     tiers: Sequence[str] = (),
 ) -> Iterator[str]:
@@ -250,9 +250,9 @@ def of_trial(
 
     Args:
         steps, target: of the recipe's SFT at most, and the success at which it ends.
-        kind, levels, tiers: as `source` and so on of `other_tasks`.
+        source, levels, tiers: as in `other_tasks`.
     """
-    easier = other_tasks("easier", kind, levels, tiers)
+    easier = other_tasks("easier", source, levels, tiers)
     if not trial.curve:
         return
     step, success = trial.curve[-1]
@@ -268,7 +268,7 @@ def of_trial(
         yield (
             f"{success:.0%} of the sampled episodes succeed after {step} steps of SFT, which "
             "leaves RL little to add: "
-            f"{other_tasks('harder', kind, levels)}, or train with SFT alone"
+            f"{other_tasks('harder', source, levels)}, or train with SFT alone"
         )
     elif (expected := expected_sft(trial, target)) is None or expected > steps:
         yield (

@@ -92,8 +92,8 @@ def test_training_tasks_leave_worlds_to_hold_out() -> None:
 
 def test_held_out_tasks_are_as_many_as_the_minutes_allow() -> None:
     assert choices.heldout_tasks(1e6, choices.MOST_HELDOUT) == 1024
-    assert choices.affordable_heldout(1024, 0.01, minutes=10) == 1024  # 15 s allow 1,500
-    assert choices.affordable_heldout(1024, 0.02, minutes=10) == 736
+    assert choices.affordable_heldout(1024, 0.02, minutes=10) == 1024  # 30 s allow 1,500
+    assert choices.affordable_heldout(1024, 0.04, minutes=10) == 736
     assert choices.affordable_heldout(1024, 0.1, minutes=10) == choices.NUM_HELDOUT
     assert choices.affordable_heldout(1024, 0.5, minutes=10) == 128
     assert choices.affordable_heldout(1024, 9.0, minutes=10) == choices.LEAST_HELDOUT
