@@ -106,8 +106,7 @@ def init(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the trials and of the recipe.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Measure an environment, a data set or an agent, and write a recipe for it, in about two
-    minutes."""
+    """Measure an environment, a data set or an agent, and write a recipe for it."""
     given = spec(subject, args).args
     if out is not None and out.is_dir():
         raise ConfigError(f"--out: {out} is a folder: name a file in it")

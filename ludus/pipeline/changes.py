@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ludus.config.load import lookup
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError
-from ludus.pipeline.sft_end import rl_steps
+from ludus.pipeline.sft_end import ended, rl_steps
 from ludus.store.folders import RunFolder
 from ludus.telemetry.metrics import MetricsLog
 from ludus.train.checkpoint.listing import list_checkpoints
@@ -29,11 +29,14 @@ def refuse_changes(
             f"{lookup(config, 'env.name')}: start a new run for another environment"
         )
     steps = rl_steps(config, folder)
+    of_rl = [key for key in ("rl.steps", "rl.steps_per_unused_sft_step") if key in changes]
     for newest in list_checkpoints(folder.checkpoints)[-1:]:
-        if "rl.steps" in changes and newest.stage == "rl" and newest.step > steps:
+        if of_rl and config.rl and newest.stage == "rl" and newest.step > steps:
+            left = f" ({config.rl.steps} and {steps - config.rl.steps} that SFT has left)"
             raise ConfigError(
-                f"rl.steps: run {folder.id} is at RL step {newest.step}, so {steps} has no effect: "
-                "leave it out, or start a new run"
+                f"{', '.join(of_rl)}: run {folder.id} is at RL step {newest.step}, so {steps} steps"
+                f"{left if steps > config.rl.steps else ''} have no effect: leave it out, or start "
+                "a new run"
             )
     of_sft = [key for key in changes if key.partition(".")[0] == "sft"]
     if of_sft and (why := _after_sft(folder, before, config)):
@@ -118,6 +121,11 @@ def _after_sft(folder: RunFolder, before: RunConfig, config: RunConfig) -> str:
     newest = checkpoints[-1]
     if newest.stage == "rl":
         return f"RL is at step {newest.step}"
-    if any(c.sft is None or newest.step < c.sft.steps for c in (before, config)):
-        return ""
-    return f"after step {newest.step}"
+
+    def is_over(config: RunConfig) -> bool:
+        sft = config.sft
+        return sft is not None and (
+            newest.step >= sft.steps or ended(folder, sft, newest.step) is not None
+        )
+
+    return f"after step {newest.step}" if is_over(before) and is_over(config) else ""

@@ -15,7 +15,7 @@ from itertools import takewhile
 from statistics import fmean
 
 from ludus.config.schema import RunConfig
-from ludus.config.training import RECENT, SFTUntilConfig
+from ludus.config.training import RECENT, SFTConfig, SFTUntilConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Message, Task
 from ludus.data.conversations import Conversation
@@ -85,10 +85,18 @@ Measured = tuple[int, float]
 """A step of SFT, and the success of its measurement."""
 
 
-def measured(folder: RunFolder, step: int) -> list[Measured]:
+def measured(folder: RunFolder, step: int) -> list[tuple[int, Evaluation]]:
     """The measurements up to a step, in their order."""
     files = sorted((at, path) for label, at, path in folder.evaluation_files() if label == LABEL)
-    return [(at, read_evaluation(path).success.value) for at, path in files if at <= step]
+    return [(at, read_evaluation(path)) for at, path in files if at <= step]
+
+
+def ended(folder: RunFolder, sft: SFTConfig, step: int) -> str | None:
+    """The reason why SFT ended at a step by `sft.until`; None: it did not."""
+    if sft.until is None or step % sft.until.every or not (found := measured(folder, step)):
+        return None
+    curve = [(at, evaluation.success.value) for at, evaluation in found]
+    return reason_to_end(sft.until, curve, sft.steps, found[-1][1].num_episodes)
 
 
 def rl_steps(config: RunConfig, folder: RunFolder) -> int:
@@ -128,20 +136,23 @@ def recent(successes: Sequence[float]) -> float:
     return fmean(successes[-RECENT:])
 
 
-def unreached(until: SFTUntilConfig, found: Sequence[Measured]) -> str:
+def unreached(until: SFTUntilConfig, successes: Sequence[float]) -> str:
     """Returns the success that SFT reached in all of its steps, beside its target, in words."""
-    level = recent([value for _, value in found]) if found else 0.0
+    level = recent(successes) if successes else 0.0
     return (
         f"all of its steps; {level:.0%} of the sampled episodes succeed, of {until.success:.0%} "
         "(until.success)"
     )
 
 
-def reason_to_end(until: SFTUntilConfig, found: Sequence[Measured], steps: int = 0) -> str | None:
+def reason_to_end(
+    until: SFTUntilConfig, found: Sequence[Measured], steps: int = 0, num_episodes: int = 1
+) -> str | None:
     """The reason why SFT ends after these measurements; None: it goes on.
 
     Args:
-        steps: of SFT at most, for `until.min_gain`; 0: it is not asked.
+        steps, num_episodes: of SFT at most, and of a measurement, for `until.min_gain`; with 0
+            steps it is not asked.
     """
     successes = [value for _, value in found]
     if not successes:
@@ -154,9 +165,9 @@ def reason_to_end(until: SFTUntilConfig, found: Sequence[Measured], steps: int =
             f"success has not risen above {best:.0%} in {until.patience} measurements "
             "(until.patience)"
         )
-    if until.min_gain is None or not steps or level < LEAST:
+    if until.min_gain is None or found[-1][0] >= steps or level < LEAST:
         return None
-    gain = expected_gain(found, steps, until.num_tasks * until.samples_per_task)
+    gain = expected_gain(found, steps, num_episodes)
     if gain < until.min_gain:
         return (
             f"{level:.0%} of the sampled episodes succeed, and the {steps - found[-1][0]:,} steps "

@@ -312,17 +312,16 @@ class Trainer:
 
     def _enough_sft(self, stage: Stage, step: int) -> str | None:
         """Returns the reason why SFT ended at a step by `sft.until`; None: it did not."""
-        until = self._until(stage)
-        if until is None or step % until.every:
-            return None
-        return sft_end.reason_to_end(until, sft_end.measured(self.run.folder, step), stage.steps)
+        sft = self.run.config.sft
+        return sft_end.ended(self.run.folder, sft, step) if sft and stage.name == "sft" else None
 
     def _unreached(self, stage: Stage, step: int) -> str:
         """Returns the success after the last step of SFT, beside `sft.until`; empty before."""
         until = self._until(stage)
         if until is None or step < stage.steps:
             return ""
-        return sft_end.unreached(until, sft_end.measured(self.run.folder, step))
+        found = sft_end.measured(self.run.folder, step)
+        return sft_end.unreached(until, [evaluation.success.value for _, evaluation in found])
 
     def _until(self, stage: Stage) -> SFTUntilConfig | None:
         sft = self.run.config.sft

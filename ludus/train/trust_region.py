@@ -79,7 +79,7 @@ class RateScale:
         """
         if kl is None or share < LAST_SHARE:
             return
-        if math.isnan(kl):
+        if not math.isfinite(kl):
             self.scale = max(self.scale * DOWN, SLOWEST)
             return
         self.kl = FADE * self.kl + kl

@@ -30,7 +30,7 @@ def at(*successes: float, every: int = 10) -> list[Measured]:
 def test_a_target_that_is_not_reached_is_told() -> None:
     until = SFTUntilConfig(success=0.44)
     said = "all of its steps; 25% of the sampled episodes succeed, of 44% (until.success)"
-    assert unreached(until, at(0.1, 0.2, 0.3)) == said
+    assert unreached(until, [0.1, 0.2, 0.3]) == said
 
 
 def test_success_ends_sft() -> None:
@@ -97,15 +97,19 @@ def test_a_gain_is_foretold_with_the_logarithm_of_the_steps() -> None:
 def test_sft_ends_where_what_is_left_of_it_promises_little() -> None:
     until = SFTUntilConfig(success=0.45, patience=6, min_gain=0.05, num_tasks=128)
     until = until.model_copy(update={"samples_per_task": 1})
-    ends = [n for n in range(1, 11) if reason_to_end(until, at(*COIN[:n], every=100), 1080)]
+    ends = [n for n in range(1, 11) if reason_to_end(until, at(*COIN[:n], every=100), 1080, 128)]
     assert ends[0] == 4, "after 400 of 1,080 steps"
-    told = str(reason_to_end(until, at(*COIN[:4], every=100), 1080))
+    told = str(reason_to_end(until, at(*COIN[:4], every=100), 1080, 128))
     assert told.startswith("33% of the sampled episodes succeed, and the 680 steps that are left")
     rising = at(0.11, 0.17, 0.2, 0.24, 0.26, every=100)
-    assert reason_to_end(until, rising, 1080) is None
-    assert reason_to_end(until, at(*[0.02] * 8, every=100), 1080) is None, "too little for RL"
+    assert reason_to_end(until, rising, 1080, 128) is None
+    few = reason_to_end(until, at(*COIN[:4], every=100), 1080, 16)
+    assert few is None, "of 16 episodes, one standard error promises more"
+    last = at(*COIN[:4], every=100)
+    assert reason_to_end(until, last, 400, 128) is None, "all of its steps"
+    assert reason_to_end(until, at(*[0.02] * 8, every=100), 1080, 128) is None, "too little for RL"
     without = until.model_copy(update={"min_gain": None})
-    assert reason_to_end(without, at(*COIN[:4], every=100), 1080) is None
+    assert reason_to_end(without, at(*COIN[:4], every=100), 1080, 128) is None
 
 
 def test_steps_that_sft_leaves_are_added_to_those_of_rl(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from statistics import fmean
 
@@ -55,6 +56,15 @@ def test_the_rate_follows_the_root_of_the_ratio_within_limits(
 def test_the_target_falls_with_the_schedule_and_stays_at_its_end() -> None:
     assert after(0.0025, 1.0, 0.5) == pytest.approx(1.0)
     assert after(1e-9, 0.3, 0.05) == 0.3
+
+
+def test_a_kl_without_bounds_is_forgotten() -> None:
+    for kl in (math.inf, -math.inf, math.nan):
+        rate = RateScale(0.01, 0.5)
+        rate.update(kl, 1.0)
+        assert rate.scale == 0.125
+        rate.update(1e-9, 1.0)
+        assert rate.scale > 0.125
 
 
 def test_a_kl_that_is_no_number_slows_down() -> None:

@@ -34,7 +34,8 @@ def num_distinct(
 
 def total(tiers: Mapping[str | None, float], subject: Subject) -> float:
     """About how many different tasks the tiers of a subject have, by those of each."""
-    kept = [number for tier, number in tiers.items() if not subject.tiers or tier in subject.tiers]
+    kept = [number for tier, number in tiers.items() if tier in subject.tiers]
+    kept = kept or list(tiers.values())  # no levels, or tasks of other levels than asked for
     return min(sum(kept), MANY)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ludus.config.tasks import TasksConfig
-from ludus.core.errors import ConfigError, DataError, EnvError, did_you_mean
+from ludus.core.errors import ConfigError, DataError, EnvError, LudusError, did_you_mean
 from ludus.core.files import not_there
 from ludus.core.system.signals import run
 from ludus.core.types import Spec, Task
@@ -172,9 +172,16 @@ def environment(
             "agent (a function of `task` and `model`: async def run(task, model))"
         )
     known = _tiers_of(given, maker)
+    if tiers is not None and not known:
+        raise ConfigError(f"--tiers: {given} has no levels: leave it out")
     chosen = chosen_tiers(tiers, known) if tiers is not None else []
     for tier in chosen:
-        maker.check_tier(tier)
+        try:
+            maker.check_tier(tier)
+        except LudusError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{given}: check_tier({tier!r}) {_raised(error)}") from error
     name = given.rpartition(":")[2] if ":" in given else given
     return Subject("env", given, slug(name, chosen), env, chosen or known, known)
 
@@ -244,7 +251,12 @@ def _tiers_of(given: str, env: Any) -> list[str]:
     except EnvError as error:
         raise ConfigError(f"{given}: {error}") from error
     except Exception as error:
-        raise ConfigError(f"{given}: tiers() raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{given}: tiers() {_raised(error)}") from error
+
+
+def _raised(error: Exception) -> str:
+    """`raised KeyError: 'a'`, in one line."""
+    return " ".join(f"raised {type(error).__name__}: {error}".split())
 
 
 def slug(name: str, tiers: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ from ludus.telemetry.metrics import Line
 
 SFT: dict[str, Check] = {"demonstrations": learning.demonstrations}
 RL: dict[str, Check] = {
+    "short": heldout.short_of_target,
     "fall": learning.sudden_fall,
     "length": rollouts.cut_by_length,
     "turns": rollouts.cut_by_turns,
@@ -44,7 +45,11 @@ CHECKS: dict[str, dict[str, Check]] = {
     "evaluate/sft": {},  # read by the next one
     "evaluate/before": {"unknown": rollouts.unknown_tokens, "short": heldout.short_of_target},
     "evaluate/rl": {"memory": heldout.by_heart, "evaluation": heldout.loses},
-    "evaluate/after": {"memory": heldout.by_heart, "evaluation": heldout.no_gain},
+    "evaluate/after": {
+        "short": heldout.short_of_target,
+        "memory": heldout.by_heart,
+        "evaluation": heldout.no_gain,
+    },
 }
 """The checks after a step of each stage, by kind of finding."""
 
@@ -70,7 +75,7 @@ RARE = {"flat": learning.TREND_STEPS, "decline": WINDOW}
 ONCE = {"sharp", "demonstrations", "short"}
 """Kinds that are tested once: they are of the start."""
 
-OF_ALL_STAGES = {"unknown", "memory"}
+OF_ALL_STAGES = {"unknown", "memory", "short"}
 """Kinds that are told once, in whatever stage they are found first."""
 
 WATCHED = (
@@ -121,13 +126,12 @@ class Diagnosis:
         return new
 
     def _of_others(self, stage: str) -> dict[str, float]:
-        """What the checks of an evaluation read of other stages."""
-        if not stage.startswith("evaluate/"):
-            return {}
+        """What the checks of RL and of an evaluation read of other stages."""
         found: dict[str, float] = {}
-        if (rl := self._histories.get("rl")) and (
-            success := rl.mean("rollout/success")
-        ) is not None:
+        if not stage.startswith(("rl", "evaluate/")):
+            return found
+        rl = self._histories.get("rl") if stage != "rl" else None
+        if rl and (success := rl.mean("rollout/success")) is not None:
             found[heldout.TRAINED] = success
         if measured := self._histories.get("evaluate/sft"):
             found[heldout.REACHED] = mean(measured.last("evaluate/success", RECENT))

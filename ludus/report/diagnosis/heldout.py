@@ -35,8 +35,8 @@ def short_of_target(history: History, config: RunConfig) -> Found | None:
     reached, steps = history.last(REACHED, 1), history.last(SFT_STEPS, 1)
     if config.sft is None or config.sft.until is None or not reached or not steps:
         return None
-    if config.rl is not None and config.rl.steps < START_STEPS:
-        return None  # `--quick-test`
+    if _proves_nothing(config):
+        return None
     target = config.sft.until.success
     if not (level := level_of(1 - reached[0] / target, SHORT)):
         return None
@@ -55,8 +55,8 @@ def short_of_target(history: History, config: RunConfig) -> Found | None:
 
 def no_gain(history: History, config: RunConfig) -> Found | None:
     """An evaluation is not above that before RL."""
-    if config.rl is not None and config.rl.steps < START_STEPS:
-        return None  # `--quick-test`
+    if _proves_nothing(config):
+        return None
     names = ("gain", "gain_low", "gain_high")
     found = [history.last(f"evaluate/{name}", 1) for name in names]
     if not all(found):
@@ -64,10 +64,11 @@ def no_gain(history: History, config: RunConfig) -> Found | None:
     gain, low, high = (100 * values[0] for values in found)
     if low > 0:
         return None
+    start = history.last("evaluate/gain_from", 1)  # of runs since it is recorded
+    end = round(start[0] + gain / 100, 6) if start else 0.0
     gain = round(gain, 1) + 0.0  # without the sign of a zero
     told = f"{gain:+.1f} points ({100 * config.evaluate.confidence:g} % interval {low:+.1f} to "
     told += f"{high:+.1f})"
-    start = history.last("evaluate/gain_from", 1)  # of runs since it is recorded
     if start and start[0] >= CEILING and high >= 0:
         return Found(
             1,
@@ -76,7 +77,7 @@ def no_gain(history: History, config: RunConfig) -> Found | None:
             "Train on harder tasks (`tasks.train`), or with SFT alone (leave out `rl`)",
         )
     if start:
-        told += f", from {100 * start[0]:.1f} to {100 * start[0] + gain:.1f} % of the same tasks"
+        told += f", from {100 * start[0]:.1f} to {100 * end + 0.0:.1f} % of the same tasks"
     if high < 0:
         slower = f"lower `rl.optimizer.lr` (now {rate_of(config)})"
         if config.rl is not None and (target := config.rl.optimizer.target_kl) is not None:
@@ -93,6 +94,12 @@ def no_gain(history: History, config: RunConfig) -> Found | None:
         "Train longer (`rl.steps`, or a recipe of `ludus init --minutes`); to tell a smaller gain, "
         + _more_heldout(config),
     )
+
+
+def _proves_nothing(config: RunConfig) -> bool:
+    """True for `--quick-test`."""
+    rl = config.rl
+    return rl is not None and rl.steps < START_STEPS and not rl.steps_per_unused_sft_step
 
 
 def _more_heldout(config: RunConfig) -> str:

@@ -223,6 +223,18 @@ def test_wrong_subjects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert f"there is no file nothere.csv in {tmp_path}" in refusal("nothere.csv", "prompt=q")
 
 
+def test_levels_of_an_environment_that_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(OWN.format(tiers="()", turns=2))
+    assert "mine.py:Own has no levels: leave it out" in refusal("mine.py:Own", "--tiers", "a")
+    checks = "    @classmethod\n    def check_tier(cls, tier):\n        raise KeyError(tier)\n"
+    (tmp_path / "theirs.py").write_text(OWN.format(tiers="('a',)", turns=2) + checks)
+    told = refusal("theirs.py:Own", "--tiers", "a")
+    assert "theirs.py:Own: check_tier('a') raised KeyError: 'a'" in told
+
+
 def test_a_level_may_have_a_comma() -> None:
     known = ["two, three", "two", "three"]
     assert chosen_tiers("two, three", known) == ["two, three"]

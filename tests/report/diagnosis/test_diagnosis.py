@@ -292,6 +292,8 @@ def test_a_fall_is_not_answered_with_more_of_the_same(config: RunConfig) -> None
     fall = {"evaluate/gain": -0.12, "evaluate/gain_low": -0.17, "evaluate/gain_high": -0.07}
     [found] = Diagnosis(config).step("evaluate/after", 0, fall)
     assert "is below its start: -12.0 points" in found.text
+    [lost] = Diagnosis(config).step("evaluate/after", 0, {**fall, "evaluate/gain_from": 0.12})
+    assert "from 12.0 to 0.0 % of the same tasks" in lost.text
     assert "lower `rl.optimizer.lr`" in found.advice
     assert "marks as best" in found.advice
     assert "longer" not in found.advice
@@ -355,6 +357,14 @@ def test_an_end_of_sft_far_below_its_target_is_told(config: RunConfig) -> None:
     assert patient.advice.startswith("Show more demonstrations")
     assert told(40, 0.05, 0.3, 0.2) == []
     assert told(40) == [], "nothing was measured"
+
+    # Without held-out tasks RL's first step tells it, and without RL the evaluation after SFT.
+    for stage in ("rl", "evaluate/after"):
+        diagnosis = Diagnosis(config)
+        diagnosis.step("sft", 0, {})
+        diagnosis.step("evaluate/sft", 1, {"evaluate/success": 0.05})
+        assert [f.kind for f in diagnosis.step(stage, 0, {})] == ["short"]
+        assert diagnosis.step(stage, 1, {}) == []
 
 
 def test_a_start_without_room_is_told_as_such(config: RunConfig) -> None:
