@@ -78,7 +78,7 @@ def test_sft_is_measured_before_it_ends() -> None:
     assert Measured.config.sft is not None
     assert Measured.config.sft.steps == 40
     written = {key: value for key, value, _ in recipe._sft(cast(Calibration, Measured))}
-    assert written["until"] == {"success": 0.4, "min_gain": 0.05, "every": 20}
+    assert written["until"] == {"success": 0.4, "min_gain": 0.1, "every": 20}
 
 
 def test_a_target_that_is_not_expected_is_said_beside_it() -> None:
