@@ -21,6 +21,7 @@ from typing import Any
 from common import RESULTS, machine, table
 
 from ludus.config.load import load_config
+from ludus.pipeline.sft_end import rl_steps
 from ludus.store.folders import RunFolder
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -110,7 +111,7 @@ def run(name: str, seed: int, minutes: float, folder: Path) -> dict[str, Any]:
         findings = found.path / "findings.json"
         result["findings"] = json.loads(findings.read_text()) if findings.exists() else []
         config = load_config(str(recipe))
-        result["rl_steps"] = config.rl.steps if config.rl else 0
+        result["rl_steps"] = rl_steps(config, found)
         result["observation_weight"] = config.sft.observation_weight if config.sft else 0.0
         result["target_kl"] = config.rl.optimizer.target_kl if config.rl else None
         result["optimizer"] = config.sft.optimizer.name if config.sft else "-"
