@@ -55,7 +55,8 @@ def init(
     tiers: Annotated[
         str | None,
         typer.Option(
-            help="Levels to train on, separated by commas; default: all, or the shortest of many."
+            help="Levels to train on, separated by commas; default: all; of more than four, the "
+            "four shortest."
         ),
     ] = None,
     out: Annotated[

@@ -41,8 +41,15 @@ def _misspelt(env_class: Any) -> list[tuple[str, str]]:
     found = []
     for name in sorted(own):
         if not name.startswith("_") and not hasattr(Env, name):
-            found += [(name, near) for near in difflib.get_close_matches(name, free, 1, NEAR)]
+            alike = [each for each in free if _one_letter(name.lower(), each)]
+            near = alike or difflib.get_close_matches(name, free, 1, NEAR)
+            found += [(name, each) for each in near[:1]]
     return found
+
+
+def _one_letter(a: str, b: str) -> bool:
+    """True for names of one length that differ in at most one letter."""
+    return len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) <= 1
 
 
 def _is_own(cls: type) -> bool:

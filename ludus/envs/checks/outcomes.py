@@ -178,11 +178,12 @@ def _check_lengths(subject: Subject, outcomes: Sequence[Outcome]) -> None:
     turns, limit = longest.num_turns, longest.limit
     if len(ended) > 1 and turns == 1 < limit:
         subject.note("length", "each episode of the expert ends in its first turn")
-    if all(outcome.num_turns > outcome.limit for outcome in ended):
+    if over := sum(outcome.num_turns > outcome.limit for outcome in ended):
+        which = "all" if over == len(ended) else f"{over} of {len(ended)}"
         subject.note(
             "length",
-            f"the expert needs more than max_turns, {limit}, in all episodes, up to {turns}: they "
-            "are cut before they are solved, unless `rollout.max_turns` allows more",
+            f"the expert needs more than max_turns, {limit}, in {which} episodes, up to {turns}: "
+            "they are cut before they are solved, unless `rollout.max_turns` allows more",
         )
     if turns >= LONG:
         subject.note(

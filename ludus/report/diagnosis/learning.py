@@ -221,6 +221,11 @@ def _to_a_rise(kl: float | None, config: RunConfig) -> str:
     more = "more episodes a step (`rl.groups_per_step`, `rl.group_size`), or easier tasks"
     if kl is None:
         return f"Try {more}"
+    if config.rl is not None and (target := config.rl.optimizer.target_kl) is not None:
+        return (
+            f"Try {more}; or another `rl.optimizer.target_kl` (now {target:g}), which decides how "
+            f"far a step moves the policy (now {kl:.1g} nats a token)"
+        )
     if kl < STILL:
         rate, why = "higher", f"moves the policy by no more than {kl:.1g} nats a token"
     else:

@@ -466,6 +466,8 @@ def told_of(**methods: Any) -> type[Env]:
 
 NAMED: list[tuple[dict[str, Any], str]] = [
     ({"max_turn": 3}, "note: declarations: `max_turn` of Told is no name of Env: if you mean"),
+    ({"Tiers": ("a",)}, "`Tiers` of Told is no name of Env: if you mean `tiers`, rename it"),
+    ({"tierz": ("a",)}, "`tierz` of Told is no name of Env: if you mean `tiers`, rename it"),
     ({"cheap_resets": True}, "if you mean `cheap_reset`, rename it, for it has no effect"),
     ({"expert_actoin": lambda self: "1"}, "if you mean `expert_action`, rename it"),
 ]
