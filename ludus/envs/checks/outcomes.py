@@ -178,7 +178,8 @@ def _check_lengths(subject: Subject, outcomes: Sequence[Outcome]) -> None:
     turns, limit = longest.num_turns, longest.limit
     if len(ended) > 1 and turns == 1 < limit:
         subject.note("length", "each episode of the expert ends in its first turn")
-    if over := sum(outcome.num_turns > outcome.limit for outcome in ended):
+    over = sum(outcome.num_turns > outcome.limit for outcome in ended)
+    if 2 * over >= len(ended):
         which = "all" if over == len(ended) else f"{over} of {len(ended)}"
         subject.note(
             "length",

@@ -146,7 +146,7 @@ def test_a_wrong_expert_knows_more_is_told(tmp_path: Path, method: str, fault: s
     path = tmp_path / f"env{next(NUMBER)}.py"
     path.write_text(f"NOISE = HANGS = False\n{ENV}    {method}\n")
     with pytest.raises(ConfigError, match=rf"Count.expert_knows_more {fault}.*@classmethod def"):
-        open_subject(f"{path}:Count", {}, []).searches(Task(id="0"))
+        open_subject(f"{path}:Count", {}, None).searches(Task(id="0"))
     findings = run(check_env(f"{path}:Count", num_tasks=1))
     assert any(f"expert_knows_more {fault}" in finding.detail for finding in findings)
 
