@@ -156,15 +156,13 @@ def counted(number: float, noun: str, plural: str = "") -> str:
 
 
 def did_you_mean(name: str, choices: Iterable[str], full: str = "{}") -> str:
-    """` (did you mean X?)`; the choices, or some of many, where no name is near; empty without
-    choices."""
-    given = list(choices)
-    known = sorted(given)
+    """` (did you mean X?)`; the choices, where no name is near; empty without choices."""
+    known = sorted(choices)
     near = [each for each in known if each.lower() == name.lower()]
     near += [each for each in known if sorted(each) == sorted(name)]  # letters in another order
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f" (did you mean {full.format(near[0])}?)"
-    if len(known) > 20:
-        return f" (known: {', '.join(given[:12])}, and {len(known) - 12} more)"
-    return f" (known: {', '.join(known)})" if known else ""
+    if 0 < len(known) <= 20:
+        return f" (known: {', '.join(known)})"
+    return ""

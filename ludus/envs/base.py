@@ -393,9 +393,10 @@ class Env(ABC):
         """
         tiers = list(cls.tiers())
         if tier not in tiers:
-            raise ConfigError(
-                f"{tier!r} is not a tier of {cls.__name__}{did_you_mean(tier, tiers)}"
-            )
+            near = did_you_mean(tier, tiers)
+            if not near and tiers:
+                near = f" (known: {', '.join(tiers[:12])}, and {len(tiers) - 12} more)"
+            raise ConfigError(f"{tier!r} is not a tier of {cls.__name__}{near}")
 
     @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:

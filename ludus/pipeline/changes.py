@@ -32,11 +32,13 @@ def refuse_changes(
     of_rl = [key for key in ("rl.steps", "rl.steps_per_unused_sft_step") if key in changes]
     for newest in list_checkpoints(folder.checkpoints)[-1:]:
         if of_rl and config.rl and newest.stage == "rl" and newest.step > steps:
-            left = f" ({config.rl.steps} and {steps - config.rl.steps} that SFT has left)"
+            left = steps - config.rl.steps
+            told = f"{config.rl.steps} has"
+            if left:
+                told = f"{config.rl.steps} and the {left} that SFT has left have"
             raise ConfigError(
-                f"{', '.join(of_rl)}: run {folder.id} is at RL step {newest.step}, so {steps} steps"
-                f"{left if steps > config.rl.steps else ''} have no effect: leave it out, or start "
-                "a new run"
+                f"{', '.join(of_rl)}: run {folder.id} is at RL step {newest.step}, so {told} no "
+                "effect: leave it out, or start a new run"
             )
     of_sft = [key for key in changes if key.partition(".")[0] == "sft"]
     if of_sft and (why := _after_sft(folder, before, config)):

@@ -51,11 +51,7 @@ def test_an_absent_package_crosses_processes():
         ("RL", ["rl", "env"], " (did you mean rl?)"),
         ("zzz", ["b", "a"], " (known: a, b)"),
         ("zzz", [], ""),
-        (
-            "zzz",
-            [f"a{i}" for i in range(21)],
-            f" (known: {', '.join(f'a{i}' for i in range(12))}, and 9 more)",
-        ),
+        ("zzz", [f"a{i}" for i in range(21)], ""),
     ],
 )
 def test_did_you_mean(name, choices, text):

@@ -65,7 +65,7 @@ REFUSED = {
     },
     "rl.min_success_to_stop": {"rl": {"min_success_to_stop": 0.5}},
     "rl.steps_per_unused_sft_step": {
-        "sft": {"until": {}},
+        "sft": {"data": "x.jsonl", "until": {}},
         "rl": {"steps_per_unused_sft_step": 0.1},
     },
     "rl.minibatches": {"rl": {"groups_per_step": 4, "minibatches": 2}},
