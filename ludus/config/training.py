@@ -125,7 +125,8 @@ class SFTUntilConfig(Section):
         lt=1,
         description="End SFT where all the steps that are left are not expected to raise success "
         "by this much: success rises with the logarithm of the steps, by a line through at least "
-        "four measurements, with one standard error in its favour. Not below 0.1. Null: never.",
+        "four measurements, and one standard error is added. Never while less than 0.1 of the "
+        "episodes succeed. Null: never.",
     )
     every: int = Field(
         10, ge=1, description="Steps between measurements; at most the stage's `steps`."

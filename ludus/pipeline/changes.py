@@ -124,8 +124,8 @@ def _after_sft(folder: RunFolder, before: RunConfig, config: RunConfig) -> str:
     if newest.stage == "rl":
         return f"RL is at step {newest.step}"
 
-    def is_over(config: RunConfig) -> bool:
-        sft = config.sft
+    def is_over(recipe: RunConfig) -> bool:
+        sft = recipe.sft
         return sft is not None and (
             newest.step >= sft.steps or ended(folder, sft, newest.step) is not None
         )

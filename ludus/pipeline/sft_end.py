@@ -112,7 +112,7 @@ def rl_steps(config: RunConfig, folder: RunFolder) -> int:
 
 
 def expected_gain(found: Sequence[Measured], steps: int, num_episodes: int) -> float:
-    """How much success the steps up to `steps` are expected to add, with one standard error.
+    """Success that the steps up to `steps` are expected to add, with one standard error.
 
     A line through the later half of the measurements, at least LEAST_FORECAST, over the logarithm
     of the steps: equal gains for each doubling. Infinite where there are too few.

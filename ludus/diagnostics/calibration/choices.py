@@ -329,6 +329,12 @@ def expected_sft(trial: Trial, success: float) -> int | None:
     return math.ceil(step + (success - value) / slope) if slope > 0 else None
 
 
+def is_expected(trial: Trial, success: float, steps: int) -> bool:
+    """True if SFT is expected to reach `success` within `steps`."""
+    expected = expected_sft(trial, success)
+    return expected is not None and expected <= steps
+
+
 def steps(
     trial: Trial,
     minutes: float,

@@ -15,7 +15,7 @@ from ludus.core.errors import counted
 from ludus.core.types import Spec
 from ludus.data.conversations import Conversation
 from ludus.diagnostics.calibration.calibrate import Calibration
-from ludus.diagnostics.calibration.choices import expected_sft
+from ludus.diagnostics.calibration.choices import is_expected
 from ludus.diagnostics.calibration.trials import small_steps
 from ludus.envs import ENVS
 
@@ -204,8 +204,7 @@ def _sft(c: Calibration) -> Iterator[Line]:
         until = {"success": sft.until.success} | sft.until.model_dump(exclude_defaults=True)
         by_chance = f"by chance {c.trial.chance:.0%}, " if c.trial.chance else ""
         told = f"sampled episodes that succeed: {by_chance}{curve} steps" if curve else ""
-        expected = expected_sft(c.trial, sft.until.success)
-        if curve and (expected is None or expected > sft.steps):
+        if curve and not is_expected(c.trial, sft.until.success, sft.steps):
             told += f"; not expected to reach {sft.until.success:.0%} in these steps"
         yield "until", until, told
     losses = ", ".join(f"{loss:.3f} at {flow(rate)}" for rate, loss in c.trial.losses.items())

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from ludus.core.errors import counted
-from ludus.diagnostics.calibration.choices import MAX_CONTEXT, Lengths, expected_sft
+from ludus.diagnostics.calibration.choices import MAX_CONTEXT, Lengths, is_expected
 from ludus.diagnostics.calibration.episodes import Expert, RandomEpisode
 from ludus.diagnostics.calibration.trials import Trial
 from ludus.envs.checks.outcomes import needless_thread
@@ -270,7 +270,7 @@ def of_trial(
             "leaves RL little to add: "
             f"{other_tasks('harder', source, levels)}, or train with SFT alone"
         )
-    elif (expected := expected_sft(trial, target)) is None or expected > steps:
+    elif not is_expected(trial, target, steps):
         yield (
             f"success was {success:.0%} after {step} steps of SFT in the trial, and is not "
             f"expected to reach {target:.0%} in the recipe's {steps}: RL begins with few "

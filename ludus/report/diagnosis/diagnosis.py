@@ -126,7 +126,7 @@ class Diagnosis:
         return new
 
     def _of_others(self, stage: str) -> dict[str, float]:
-        """What the checks of RL and of an evaluation read of other stages."""
+        """Metrics of other stages that the checks of RL and of an evaluation read."""
         found: dict[str, float] = {}
         if not stage.startswith(("rl", "evaluate/")):
             return found
