@@ -46,6 +46,12 @@ def refuse_changes(
             f"{', '.join(of_sft)}: SFT of run {folder.id} has ended ({why}), so the change has no "
             "effect: leave it out, or start a new run"
         )
+    for newest in list_checkpoints(folder.checkpoints)[-1:] if "sft.steps" in changes else ():
+        if config.sft and newest.stage == "sft" and newest.step > config.sft.steps:
+            raise ConfigError(
+                f"sft.steps: run {folder.id} is at SFT step {newest.step} and cannot end at "
+                f"{config.sft.steps}: sft.steps={newest.step} ends SFT there"
+            )
 
 
 def require_files(folder: RunFolder) -> None:

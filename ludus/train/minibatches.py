@@ -6,7 +6,7 @@ Every back end cuts samples this way, so a seed gives the same optimizer steps o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -44,8 +44,23 @@ class TrainSettings:
     seed: int = 0
 
     @property
+    def steps_per_iteration(self) -> int:
+        """Optimizer steps in each step."""
+        return self.epochs * self.minibatches
+
+    @property
     def optimizer_steps(self) -> int:
-        return self.steps * self.epochs * self.minibatches
+        return self.steps * self.steps_per_iteration
+
+    def restored(self, saved: Mapping[str, Any]) -> int:
+        """The optimizer step at which a run goes on with these settings, for the learning rate.
+
+        Args:
+            saved: state of a checkpoint; epochs and minibatches may have changed since.
+        """
+        now = self.steps_per_iteration
+        then: int = saved.get("steps_per_iteration", now)
+        return int(saved["optimizer_step"]) * now // then
 
 
 def to_minibatches(
@@ -163,11 +178,17 @@ def staleness(samples: Sequence[Sample], version: int) -> float:
 
 
 def train_metrics(optimizer_steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of an iteration, as `train/NAME`, and their number."""
+    """Means over the optimizer steps of an iteration, as `train/NAME`, and their number.
+
+    `train/first_kl` is the KL of the first step, whose policy has the weights that sampled unless
+    the episodes are stale: how far sampler and learner differ in rounding.
+    """
     names = dict.fromkeys(name for metrics in optimizer_steps for name in metrics)
     count = len(optimizer_steps)
-    means = {f"train/{name}": sum(m[name] for m in optimizer_steps) / count for name in names}
-    return {**means, "train/optimizer_steps": float(count)}
+    found = {f"train/{name}": sum(m[name] for m in optimizer_steps) / count for name in names}
+    if optimizer_steps and "kl" in optimizer_steps[0]:
+        found["train/first_kl"] = optimizer_steps[0]["kl"]
+    return {**found, "train/optimizer_steps": float(count)}
 
 
 def _has_gradient(sample: Sample) -> bool:

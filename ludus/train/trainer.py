@@ -191,6 +191,7 @@ class Trainer:
         everything = {
             "loop": loop,
             "optimizer_step": self.learner.step,
+            "steps_per_iteration": self._settings.steps_per_iteration,
             "rate_scale": self.learner.saved_scale,
             "policy_version": policy_version,
             "random": random_state(),
@@ -216,7 +217,7 @@ class Trainer:
             path, self._fingerprint, model=self.model, optimizer=self.learner.optimizer
         )
         self._iteration = int(path.name.rpartition("-")[2])  # its name is STAGE-STEP
-        self.learner.step = everything["optimizer_step"]
+        self.learner.step = self._settings.restored(everything)
         self.learner.restore_scale(everything.get("rate_scale"))
         if self.learner.critic is not None and "critic" in everything:
             self.learner.critic.load_state_dict(everything["critic"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,20 @@ async def test_a_resumed_run_is_the_uninterrupted_one(
     assert not all(torch.equal(saved[n], w) for n, w in final.items())
     pairs = zip(moments(straight), moments(resumed), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_other_minibatches_go_on_at_the_same_point_of_the_schedule(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    before, after = (replace(SETTINGS, minibatches=count) for count in (1, 4))
+    backend = make_backend(renderer, tmp_path, seed=0)
+    backend.begin_stage(before, ALGORITHM)
+    backend.learner.step = 6  # of 12
+    path = backend.save("rl", 6, {}, None, pin=False)
+    backend.begin_stage(after, ALGORITHM)
+    backend.load(path)
+    assert (backend.learner.step, backend.learner.num_steps) == (24, 48)
+    assert before.restored({"optimizer_step": 6}) == 6  # of a version that did not save it
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -192,6 +192,17 @@ def test_what_cannot_be_resumed_is_refused(ludus: Ludus, reference: Ludus) -> No
     assert (ludus.run() / "config.yaml").read_text() == before, "what failed at once is not kept"
 
 
+def test_sft_ends_no_earlier_than_it_has_come(ludus: Ludus) -> None:
+    kill = "strike('ludus.train.learner:Learner.adapt', 4, 'kill')"
+    short = ["rl=null", "tasks.heldout=null", "report=false", "checkpoint.every=1", "sft.steps=6"]
+    assert ludus("train", BABYAI, *short, setup=kill).code == -signal.SIGKILL
+    ludus("train", "--resume", "tiny-1", "sft.steps=2").refused(
+        2, "sft.steps: run tiny-1 is at SFT step 3 and cannot end at 2", "sft.steps=3 ends"
+    )
+    ludus("train", "--resume", "tiny-1", "sft.steps=3").ok()
+    assert [line["step"] for line in ludus.metrics() if line["stage"] == "sft"] == [0, 1, 2]
+
+
 def test_one_process_owns_a_run(ludus: Ludus) -> None:
     """The second is refused and changes nothing; readers are not disturbed, nor disturb."""
     # Steps of milliseconds would remove the newest checkpoint while it is evaluated.

@@ -54,7 +54,17 @@ OF_ENDS = {"rollout/turns_of_success", "rollout/turns_of_truncated"}
 """Of a step with such episodes."""
 TRAINED = {
     f"train/{name}"
-    for name in ("loss", "entropy", "ratio", "kl", "clip_fraction", "grad_norm", "lr", "padding")
+    for name in (
+        "loss",
+        "entropy",
+        "ratio",
+        "kl",
+        "first_kl",
+        "clip_fraction",
+        "grad_norm",
+        "lr",
+        "padding",
+    )
 } | {"train/tokens", "train/unique_tokens", "train/loss_tokens", "train/staleness"}
 
 
@@ -301,6 +311,8 @@ def test_score_metrics_by_hand() -> None:
 def test_metrics_of_nothing() -> None:
     assert score_metrics([]) == {}
     assert train_metrics([]) == {"train/optimizer_steps": 0}
+    kls = train_metrics([{"kl": 0.25}, {"kl": 0.75}])
+    assert kls == {"train/kl": 0.5, "train/first_kl": 0.25, "train/optimizer_steps": 2}
     assert train_metrics([{"loss": 1.0}, {"loss": 2.0}]) == {
         "train/loss": 1.5,
         "train/optimizer_steps": 2,

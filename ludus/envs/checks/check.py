@@ -12,21 +12,21 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import math
 import random
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout, counted
+from ludus.core.errors import ConfigError, EnvError, EpisodeTimeout
 from ludus.core.modules import told
 from ludus.core.types import Message, Spec, Task
 from ludus.envs import ENVS
-from ludus.envs.base import Env, NoExpert, limits_of
+from ludus.envs.base import Env, NoExpert
 from ludus.envs.checks.declarations import check_declarations
 from ludus.envs.checks.determinism import check_determinism
-from ludus.envs.checks.differences import difference, expert_change
-from ludus.envs.checks.outcomes import Outcome, check_outcomes, check_speed
+from ludus.envs.checks.differences import difference
+from ludus.envs.checks.expert import check_expert
+from ludus.envs.checks.outcomes import check_speed
 from ludus.envs.checks.own_tasks import own_tasks
 from ludus.envs.checks.play import SLOW_S, ForksOn, Player, Turn, actions_of
 from ludus.envs.checks.rubbish import check_rubbish
@@ -183,76 +183,6 @@ async def _guarded(name: str, check: Check, subject: Subject, player: Player) ->
         subject.error("episode" if name == "speed" else name, text)
 
 
-async def _expert(subject: Subject, player: Player) -> None:
-    without: list[str] = []
-    outside: list[str] = []
-    endless: list[str] = []
-    changes: list[str] = []
-    lost: list[str] = []
-    outcomes: list[Outcome] = []
-    for number, task in enumerate(subject.tasks):
-        if player.late:
-            break
-        env = await player.new()
-        (low, high), _ = limits_of(env)
-        total, done, num_turns, actions = 0.0, False, 0, list[str]()
-        scored = False
-        try:
-            opening = await player.reset(env, task)
-            size = sum(len(message.content) for message in opening.messages)
-            while not done and num_turns < player.max_turns:
-                steps, action = await player.steps(env), await player.expert(env)
-                actions.append(action)
-                text = steps + action  # as demonstrations have it
-                result = await player.step(env, Message(role="assistant", content=text))
-                total, done, num_turns = total + (result.reward or 0.0), result.done, num_turns + 1
-                scored |= result.reward is not None
-                size += len(text) + sum(len(message.content) for message in result.messages)
-        except NoExpert:
-            without.append(task.id)
-            continue
-        finally:
-            await player.close_env(env)
-        if done and math.isfinite(total) and not low - 1e-9 <= total <= high + 1e-9:
-            outside.append(
-                f"{task.id}: the reward {total:g} is outside of score_range {low:g} to {high:g}"
-            )
-        before = subject.played.get(number, actions)
-        if before != actions:
-            changes.append(f"{task.id}, played twice: {expert_change(before, actions)}")
-        outcomes.append(Outcome(task, total, num_turns, size, env.max_turns, done))
-        if not done:
-            endless.append(task.id)
-        elif not scored:
-            text = "no step gives a reward (it is None): a judge has to score the episodes"
-            subject.note("rewards", text)
-        elif total < env.success_at:
-            needed = f"success_at is {env.success_at:g}"
-            lost.append(f"{task.id}: the expert lost, with a reward of {total:g} ({needed})")
-    if outside:
-        text = f"{outside[0]}{_others(outside)}: scale it, or set `score_range` in the class"
-        subject.error("rewards", text)
-    if endless:
-        steps = counted(player.max_turns, "step")
-        if player.slow:
-            text = f"the {steps} played here{_others(endless)} do not end the episode"
-            subject.note("expert", f"{endless[0]}: {text}; its end was not checked")
-        else:
-            text = f"none of {steps} returned terminated or truncated{_others(endless)}"
-            subject.error("expert", f"{endless[0]}: {text}: the step that ends the episode has to")
-    for found in (changes, lost):
-        if found:
-            subject.note("expert", f"{found[0]}{_others(found)}")
-    if without:
-        subject.note("expert", f"there is none for {', '.join(without)}")
-    await check_outcomes(subject, player, outcomes)
-
-
-def _others(found: Sequence[str]) -> str:
-    """The number of tasks that have the same fault as the first one, in words."""
-    return f" (so it is in {counted(len(found) - 1, 'other task')})" if found[1:] else ""
-
-
 async def _tools(subject: Subject, player: Player) -> None:
     """Convert an expert's action to a tool call and back."""
     env = await player.new()
@@ -344,7 +274,7 @@ CHECKS: dict[str, Check] = {
     "declarations": check_declarations,
     "speed": check_speed,
     "determinism": check_determinism,
-    "expert": _expert,
+    "expert": check_expert,
     "rubbish": check_rubbish,
     "tools": _tools,
     "life cycle": _life_cycle,

@@ -84,7 +84,8 @@ WATCHED = (
     "rollout/truncated_turns", "rollout/truncated_length", "rollout/truncated_context",
     "rollout/turns_of_success", "rollout/turns_of_truncated", "rollout/unknown_tokens",
     "rollout/tokens", "tasks/tier", "train/entropy", "train/grad_norm", "train/kl", "train/ratio",
-    "train/clip_fraction", "train/sampler_gap", "evaluate/gain", "evaluate/gain_low",
+    "train/clip_fraction", "train/sampler_gap", "train/first_kl", "train/staleness",
+    "evaluate/gain", "evaluate/gain_low",
     "evaluate/gain_high", "evaluate/gain_from", "evaluate/success", heldout.TRAINED,
     heldout.REACHED, heldout.SFT_STEPS, "sft/conversations", "sft/failed", "sft/too_long",
 )  # fmt: skip

@@ -356,8 +356,15 @@ def gradient_jump(history: History, config: RunConfig) -> Found | None:
 
 
 def sampler_gap(history: History, config: RunConfig) -> Found | None:
-    """Sampler and learner give the same tokens different probabilities."""
+    """Sampler and learner give the same tokens different probabilities.
+
+    Without `importance_cap` nothing measures the gap itself: the KL of the first optimizer step,
+    (p_learner / p_sampler - 1 - log of it), is half its square, where no episode is stale.
+    """
     gap = history.mean("train/sampler_gap")
+    if gap is None and history.mean("train/staleness") == 0:
+        first_kl = history.mean("train/first_kl")
+        gap = None if first_kl is None else math.sqrt(2 * max(first_kl, 0.0))
     if gap is None or not (level := level_of(gap, SAMPLER_GAP)):
         return None
     return Found(

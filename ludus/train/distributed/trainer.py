@@ -274,6 +274,7 @@ class ShardedTrainer:
             everything = {
                 "loop": loop,
                 "optimizer_step": self.learner.step,
+                "steps_per_iteration": self._settings.steps_per_iteration,
                 "rate_scale": self.learner.saved_scale,
                 "policy_version": policy_version,
             }
@@ -303,7 +304,7 @@ class ShardedTrainer:
             learner = self.learner
             everything = self._saving.load(path, learner.optimizer, learner.parts)
             self._iteration = int(path.name.rpartition("-")[2])  # its name is STAGE-STEP
-            learner.step = everything["optimizer_step"]
+            learner.step = self._settings.restored(everything)
             learner.restore_scale(everything.get("rate_scale"))
             if learner.critic is not None and "critic" in everything:
                 learner.critic.load_state_dict(everything["critic"])

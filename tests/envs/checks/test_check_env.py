@@ -411,7 +411,7 @@ async def test_rewards_that_are_no_numbers_are_no_difference() -> None:
 
 async def test_random_words_have_the_turns_of_an_episode() -> None:
     class Quarters(faulty.Digit):
-        max_turns = 4
+        max_turns, success_at = 4, 0.25
 
         async def step(self, action: Message) -> StepResult:
             result = await super().step(action)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -112,6 +113,16 @@ FAULTS: dict[str, tuple[Change, str, int, list[str]]] = {
                "first 10 steps to 5.0 % in the last 10",
                "noise", "rl.optimizer.lr` (now 0.0003)", "rollout.temperature` (now 1.2)"]),
 }  # fmt: skip
+
+
+def test_the_sampler_is_found_to_differ_without_importance_weights(config: RunConfig) -> None:
+    without = {"train/sampler_gap": math.nan, "train/first_kl": 0.0032, "train/staleness": 0.0}
+    [found] = told(config, 30, without)
+    assert (found.kind, found.where) == ("sampler", "rl step 9")
+    assert "0.08 nats" in str(found)
+    assert told(config, 30, {**without, "train/staleness": 0.5}) == []  # of other weights
+    assert told(config, 30, {**without, "train/first_kl": 5e-4}) == []  # bfloat16
+    assert told(config, 30, {**without, "train/first_kl": -1e-9}) == []
 
 
 @pytest.mark.parametrize("kind", FAULTS)
