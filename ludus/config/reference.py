@@ -7,7 +7,7 @@ plug-ins' signatures. `ludus config` prints the reference.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args, get_origin
 
@@ -129,7 +129,8 @@ def show_reference(key: str | None, registries: Registries) -> RenderableType:
         return _grid(keys(CoevolveConfig))
     chosen = [entry for entry in entries if entry.key == key or entry.key.startswith(f"{key}.")]
     if not chosen:
-        return _one_plugin(key, registries, [entry.key for entry in entries])
+        ends = [entry for entry in entries if f".{key}." in f"{entry.key}."]
+        return _one_plugin(key, registries, entries, ends)
     parts: list[RenderableType] = [_grid(chosen)]
     for paths, registry in _by_registry(registries):
         owned = [path for path in paths if any(entry.key == path for entry in chosen)]
@@ -153,9 +154,14 @@ def _plugin_names(registry: Registry[Any]) -> Table:
     return table
 
 
-def _one_plugin(name: str, registries: Registries, known: list[str]) -> RenderableType:
-    """Returns the plug-ins of a name, built in, installed, or "module:Class"."""
+def _one_plugin(
+    name: str, registries: Registries, entries: Sequence[Entry], ends: Sequence[Entry]
+) -> RenderableType:
+    """Returns the plug-ins of a name, built in, installed, or "module:Class"; without one, the keys
+    that have it as their end or section (`target_kl`: `rl.optimizer.target_kl`), or a plug-in's
+    argument."""
     parts: list[RenderableType] = []
+    known = [entry.key for entry in entries]
     for paths, registry in _by_registry(registries):
         if name in registry.names():
             parts.append(Text(f"Plug-in for {', '.join(paths)}:\n", style="bold"))
@@ -165,6 +171,8 @@ def _one_plugin(name: str, registries: Registries, known: list[str]) -> Renderab
         registry = _outside(name, registries)
         registry.arguments(name)  # raises where it cannot be read
         parts.append(_plugin_shown(plugin(registry, name)))
+    if not parts and ends:
+        parts.append(_grid(ends))
     near = did_you_mean(name, known)
     below = any(name.startswith(f"{path}.") for path in registries)
     if not parts and (below or "did you mean" not in near):  # it may read all plug-ins

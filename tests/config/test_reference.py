@@ -165,6 +165,23 @@ def test_an_unknown_key_is_told_with_the_nearest():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("target_kl", {"rl.optimizer.target_kl"}),
+        ("until.min_gain", {"sft.until.min_gain"}),
+        ("optimizer", {"sft.optimizer", "sft.optimizer.lr", "rl.optimizer", "rl.optimizer.lr"}),
+    ],
+)
+def test_a_key_is_found_by_its_end_or_section(name: str, keys: set[str]):
+    console = Console(width=200, no_color=True)
+    with console.capture() as capture:
+        console.print(show_reference(name, {}))
+    shown = {line.split()[0] for line in capture.get().splitlines() if line[:1].strip()}
+    assert keys <= shown, shown
+    assert all(f".{name}." in f"{key}." for key in shown - {"key"})
+
+
 def test_an_argument_of_plugins_is_found_by_its_name():
     """Also under the key where a reader of the documentation looks for it."""
 
