@@ -58,24 +58,45 @@ def runs(
 @app.command()
 def show(
     run: Run,
-    trajectory: Annotated[
-        str | None, typer.Argument(help="A trajectory's id: show its rollout.")
+    id: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="ID",
+            help="A trajectory's id: show its rollout. That of a step, for example rl-000010 or "
+            "evaluate/after-000000, or of a group: list its episodes.",
+        ),
     ] = None,
+    failed: Annotated[
+        bool,
+        typer.Option(
+            "--failed", help="List the episodes that failed: of ID, or of the newest evaluation."
+        ),
+    ] = False,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Show all metrics of each stage of the run.")
+    ] = False,
     runs_dir: RunsDir = "runs",
     store: StoreUrl = None,
 ) -> None:
-    """Show a run, or one rollout with its trained tokens marked."""
-    from ludus.store.show import render_run, render_trajectory
+    """Show a run, a list of its episodes, or one rollout with its trained tokens marked."""
+    from ludus.store.show import render_run, render_step, render_trajectory, step_of
 
+    if metrics and (failed or id):
+        raise ConfigError("--metrics has no effect beside an id or --failed: leave one out")
     with open_store(runs_dir, store) as opened, recorded(run, runs_dir):
-        if trajectory is None:
-            show_on_screen(render_run(opened, run))
+        is_list = id is None or step_of(opened, run, id) is not None
+        if failed and not is_list:
+            raise ConfigError(f"--failed has no effect beside a trajectory ({id}): leave it out")
+        if failed or (id is not None and is_list):
+            show_on_screen(render_step(opened, run, id, failures=failed))
+        elif id is None:
+            show_on_screen(render_run(opened, run, metrics=metrics))
             _show_findings(run, runs_dir)
             for line in unfinished(opened, runs_dir, run):
                 typer.echo(line)
         else:
             decode = _decoder(run, runs_dir)
-            show_on_screen(render_trajectory(opened, run, trajectory, decode))
+            show_on_screen(render_trajectory(opened, run, id, decode))
 
 
 @app.command()

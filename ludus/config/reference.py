@@ -7,7 +7,7 @@ plug-ins' signatures. `ludus config` prints the reference.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args, get_origin
 
@@ -155,7 +155,7 @@ def _plugin_names(registry: Registry[Any]) -> Table:
 
 
 def _one_plugin(
-    name: str, registries: Registries, entries: Sequence[Entry], ends: Sequence[Entry]
+    name: str, registries: Registries, entries: list[Entry], ends: list[Entry]
 ) -> RenderableType:
     """Returns the plug-ins of a name, built in, installed, or "module:Class"; without one, the keys
     that have it as their end or section (`target_kl`: `rl.optimizer.target_kl`), or a plug-in's

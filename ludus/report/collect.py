@@ -182,7 +182,7 @@ def _failures(folder: RunFolder, store: RunStore) -> list[tuple[str, Task, Traje
     the tiers with the most failures."""
     failed: dict[str, list[TrajectoryRow]] = {}
     for row in store.trajectories(folder.id, "evaluate/after"):
-        if row.status.trainable and row.reward is not None and not row.metrics.get("success"):
+        if row.failed:
             failed.setdefault(row.tier or "", []).append(row)
     most = sorted(failed.items(), key=lambda item: (-len(item[1]), item[0]))[:MAX_FAILURES]
     found = []

@@ -85,6 +85,12 @@ class TrajectoryRow:
         """True for a role that had no turn in its episode, which ended well."""
         return self.num_turns == 0 and self.status.trainable
 
+    @property
+    def failed(self) -> bool:
+        """True for a role's episode that was scored, and did not succeed."""
+        scored = self.status.trainable and self.reward is not None and not self.without_turn
+        return scored and not self.metrics.get("success")
+
 
 NO_TURN = "no turn"
 """In place of a status: a role that had no turn in its episode, which ended well."""

@@ -105,6 +105,16 @@ def test_runs_and_show(reference: Ludus) -> None:
     assert "+ " in rollout, "what was sampled is told apart"
     assert row.status.value in rollout
 
+    listed = reference("show", "tiny-1", "rl-000000").ok().out
+    assert row.id in listed
+    assert "rl-000000: " in listed
+    assert "evaluate/after-000000: " in reference("show", "tiny-1", "--failed").ok().out
+    assert "train/padding" in reference("show", "tiny-1", "--metrics").ok().out
+    assert "train/padding" not in shown
+    reference("show", "tiny-1", row.id, "--failed").refused(2, "--failed has no effect")
+    reference("show", "tiny-1", "rl-000000", "--metrics").refused(2, "--metrics has no effect")
+    reference("show", "tiny-1", "rl-000099").refused(2, "no episodes at rl-000099")
+
     reference("show", "tiny-2").refused(2, "'tiny-2'", "did you mean tiny-1?")
     reference("show", "tiny-1", row.id + "x").refused(2, f"did you mean {row.id}?")
     reference("runs", "--runs-dir", "elsewhere").refused(2, "elsewhere holds no runs yet")

@@ -10,10 +10,17 @@ import pytest
 from rich.console import Console, RenderableType
 from store_examples import branched, make_groups
 
-from ludus.core.errors import StoreError
+from ludus.core.errors import ConfigError, StoreError
 from ludus.core.types import WITHOUT_TURN, Group, Message, Segment, Status, Task, Trajectory
 from ludus.store import RunStore
-from ludus.store.show import render_run, render_runs, render_trajectory, render_turns
+from ludus.store.show import (
+    render_run,
+    render_runs,
+    render_step,
+    render_trajectory,
+    render_turns,
+    step_of,
+)
 
 
 def text_of(shown: RenderableType, width: int = 100, color: bool = False) -> str:
@@ -153,6 +160,75 @@ def test_a_role_without_a_turn_is_no_episode_and_ids_stay_whole(local: RunStore)
         for whole in (task.id, "evaluate/before-000000/g0000/e000/optimiser"):
             assert whole in listed, width
         assert ("trajectory, task" in listed) == (width == 80)
+
+
+def evaluated(num_episodes: int, max_turns: int) -> list[Group]:
+    """Held-out tasks of two tiers: an episode of n turns fails if n is even; each ninth has no
+    score."""
+    groups = []
+    for number in range(num_episodes):
+        place, turns = f"evaluate/after-000000/g{number:04d}", number % max_turns + 1
+        segments = [Segment(i - 1, [1], [-0.5]) for i in range(turns)]
+        tier = "hard" if number % 3 else "easy"
+        trajectory = Trajectory(f"{place}/e000", place, f"task/{number}", segments)
+        trajectory.status = Status.COMPLETED if turns < 4 else Status.TRUNCATED_TURNS
+        trajectory.metrics["success"] = float(turns % 2)
+        trajectory.reward = None if number % 9 == 8 else float(turns % 2)
+        groups.append(Group(place, Task(id=f"task/{number}", tier=tier), [trajectory]))
+    return groups
+
+
+def test_failures_of_the_newest_evaluation_are_counted_and_listed(local: RunStore) -> None:
+    local.record_step("run-1", "evaluate/before", 0, evaluated(4, 2), {})
+    local.record_step("run-1", "evaluate/after", 0, evaluated(72, 4), {})
+    shown = text_of(render_run(local, "run-1"), width=140)
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert any("held-out failures after SFT: 32 of 64 episodes" in line for line in lines)
+    assert "easy 24 12 50% truncated_turns 6, completed 6" in lines
+    assert "2 16 16 100% completed 16" in lines
+    assert "3 16 0 0%" in lines
+    assert "4 16 16 100% truncated_turns 16" in lines
+    assert sum(line.startswith("evaluate/after-000000/g") for line in lines) == 15
+    assert "ludus show run-1 --failed lists all 32" in lines
+    assert "newest trajectories" not in shown
+
+    everything = text_of(render_step(local, "run-1", None, failures=True), width=140)
+    assert "evaluate/after-000000: 72 episodes, 32 failed" in everything
+    assert everything.count("evaluate/after-000000/g") == 32
+    [title, _, one] = text_of(
+        render_step(local, "run-1", "evaluate/after-000000/g0002"), width=140
+    ).splitlines()
+    assert "g0002: 1 episode, 0 failed" in title
+    assert "task/2" in one
+    local.record_step("run-1", "rl", 0, make_groups(0), {})
+    with pytest.raises(ConfigError, match=r"no episodes at rl-000003: step 0 is the last of rl"):
+        render_step(local, "run-1", "rl-000003")
+
+
+def test_many_numbers_of_turns_are_counted_by_powers_of_two(local: RunStore) -> None:
+    local.record_step("run-1", "evaluate/rl", 40, evaluated(72, 12), {})
+    shown = text_of(render_run(local, "run-1"), width=140)
+    assert "held-out failures at RL step 40" in shown
+    cells = [line.split("  ")[0] for line in shown.splitlines()]
+    assert cells[cells.index("turns") + 1 :][:5] == ["1", "2", "3 to 4", "5 to 8", "9 to 16"]
+
+
+def test_an_evaluation_that_is_missing_is_told(local: RunStore) -> None:
+    with pytest.raises(ConfigError, match="has no evaluation on held-out tasks: name a step"):
+        render_step(local, "run-1", None, failures=True)
+    assert step_of(local, "run-1", "rl-000003") is None
+
+
+def test_metrics_that_are_few_of_many(local: RunStore) -> None:
+    metrics = {"rollout/success": 0.5, "train/loss": 0.25, "memory/rss_gb": 1.0}
+    for stage in ("sft", "rl"):
+        local.record_step("run-1", stage, 0, [], metrics)
+    shown = text_of(render_run(local, "run-1"), width=140)
+    assert [shown.count(name) for name in metrics] == [1, 2, 0]
+    assert "ludus show run-1 --metrics shows all metrics" in shown
+    shown = text_of(render_run(local, "run-1", metrics=True), width=140)
+    assert [shown.count(name) for name in metrics] == [2, 2, 2]
+    assert "--metrics" not in shown
 
 
 def test_a_run_at_a_glance(local: RunStore) -> None:

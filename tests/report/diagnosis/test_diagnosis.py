@@ -149,6 +149,19 @@ def test_a_reward_that_does_not_rise_is_told_after_50_steps(config: RunConfig) -
     assert told(config, 120, noisy(0.97)) == []  # nothing is left to gain
 
 
+def test_a_long_run_has_a_quarter_of_its_steps_to_rise(config: RunConfig) -> None:
+    assert config.rl is not None
+    long = config.model_copy(update={"rl": config.rl.model_copy(update={"steps": 620})})
+    assert told(long, 199, noisy(0.5)) == []
+    [found] = told(long, 200, noisy(0.5))
+    assert (found.kind, found.where) == ("flat", "rl step 199")
+    assert "in the first 77, 0.5" in found.text
+    draw = random.Random(1)
+    late = [0.5 + max(step - 90, 0) / 400 + draw.gauss(0, 0.03) for step in range(200)]
+    change = lambda step: {"rollout/reward": late[step], "rollout/success": late[step]}  # noqa: E731
+    assert told(long, 200, change) == []
+
+
 @pytest.mark.parametrize(
     ("kl", "advice"),
     [

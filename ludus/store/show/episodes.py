@@ -1,0 +1,186 @@
+"""Lists of episodes: those of a step, and the failures of an evaluation, by tier and turns."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.text import Text
+
+from ludus.core.errors import ConfigError, counted
+from ludus.store.rows import NO_TURN, RunRow, TrajectoryRow
+from ludus.store.show.tables import make_table, number, rule
+from ludus.store.store import RunStore
+
+NEWEST = 15
+"""Rows of a list that is cut."""
+
+LEAST = 12
+"""Narrowest column of text that wraps."""
+
+EXACT = 10
+"""Different numbers of turns that have a row each; where there are more, a row has those to the
+next power of two."""
+
+PLACE = re.compile(r"(?P<stage>.+)-(?P<step>\d{6})(?:/g\d+)?")
+"""The id of a step or of a group; that of a trajectory goes on."""
+
+
+def step_of(store: RunStore, run_id: str, place: str) -> tuple[str, int] | None:
+    """Returns stage and step of the id of a step or group; None where the run has none such."""
+    found = PLACE.fullmatch(place)
+    if found is None or found["stage"] not in store.run(run_id).stages:
+        return None
+    return found["stage"], int(found["step"])
+
+
+def newest_evaluation(store: RunStore, run: RunRow) -> tuple[str, int] | None:
+    """Returns stage and step of the newest evaluation on held-out tasks; None: there is none."""
+    for stage in ("evaluate/after", "evaluate/rl", "evaluate/before"):
+        if stage in run.stages:
+            return stage, run.stages[stage]
+    return None
+
+
+def render_step(
+    store: RunStore, run_id: str, place: str | None, *, failures: bool = False
+) -> RenderableType:
+    """Returns the episodes of a step or group.
+
+    Args:
+        place: its id; None: that of the newest evaluation.
+        failures: those that failed alone.
+
+    Errors: UnknownName for a run; ConfigError for a place without an episode.
+    """
+    run = store.run(run_id)
+    at = newest_evaluation(store, run) if place is None else step_of(store, run_id, place)
+    if at is None:
+        raise ConfigError(f"run {run_id} has no evaluation on held-out tasks: name a step")
+    rows = [
+        row
+        for row in store.trajectories(run_id, *at)
+        if place is None or "/g" not in place or row.id.startswith(f"{place}/")
+    ]
+    if not rows:
+        last = run.stages[at[0]]
+        raise ConfigError(
+            f"run {run_id} has no episodes at {place}: step {last} is the last of {at[0]}"
+        )
+    chosen = [row for row in rows if row.failed] if failures else rows
+    title = place or f"{at[0]}-{at[1]:06d}"
+    told = f"{title}: {counted(len(rows), 'episode')}, {sum(row.failed for row in rows):,} failed"
+    return Group(rule(told), trajectory_table(chosen)) if chosen else rule(told)
+
+
+def render_failures(store: RunStore, run: RunRow) -> list[RenderableType]:
+    """Returns the failures of the newest evaluation: by tier and by turns where they differ, and
+    the first of them; empty where nothing failed."""
+    at = newest_evaluation(store, run)
+    if at is None:
+        return []
+    rows = [row for row in store.trajectories(run.id, *at) if row.reward is not None]
+    failures = [row for row in rows if row.failed]
+    if not failures:
+        return []
+    stage, step = at
+    when = {"evaluate/before": "before RL", "evaluate/rl": f"at RL step {step}"}.get(
+        stage, "after RL" if run.config.get("rl") else "after SFT"
+    )
+    parts: list[RenderableType] = [
+        rule(f"held-out failures {when}: {len(failures):,} of {counted(len(rows), 'episode')}")
+    ]
+    for name, key in (("tier", _tier), ("turns", _turns_of(rows))):
+        table = _shares(name, rows, key)
+        if len(table) > 1:
+            parts += [make_table((name, "episodes", "failed", "share", "their ends"), table)]
+    parts.append(trajectory_table(list(islice(failures, NEWEST))))
+    if len(failures) > NEWEST:
+        hint = f"ludus show {run.id} --failed lists all {len(failures):,}"
+        parts.append(Text(hint, "dim"))
+    return parts
+
+
+def _shares(
+    name: str, rows: Sequence[TrajectoryRow], key: Callable[[TrajectoryRow], tuple[float, str]]
+) -> list[tuple[str, ...]]:
+    """A row for each value of `key`, in its order: episodes, failures, and how these ended."""
+    groups: dict[tuple[float, str], list[TrajectoryRow]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    table: list[tuple[str, ...]] = []
+    for (_, label), members in sorted(groups.items()):
+        failures = [row for row in members if row.failed]
+        ends = Counter(row.status.value for row in failures).most_common()
+        table.append(
+            (
+                label,
+                f"{len(members):,}",
+                f"{len(failures):,}",
+                f"{len(failures) / len(members):.0%}",
+                ", ".join(f"{end} {count:,}" for end, count in ends),
+            )
+        )
+    return table
+
+
+def _tier(row: TrajectoryRow) -> tuple[float, str]:
+    return 0.0, row.tier or ""
+
+
+def _turns_of(rows: Iterable[TrajectoryRow]) -> Callable[[TrajectoryRow], tuple[float, str]]:
+    """The row of a number of turns: itself, or the span between two powers of two."""
+    if len({row.num_turns for row in rows}) <= EXACT:
+        return lambda row: (row.num_turns, str(row.num_turns))
+
+    def span(row: TrajectoryRow) -> tuple[float, str]:
+        last = 1 << max(row.num_turns - 1, 0).bit_length()
+        first = last // 2 + 1
+        return last, f"{first} to {last}" if first < last else str(last)
+
+    return span
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A table of trajectories. Ids stay in one piece: where there is no room for both, the task
+    stands below its trajectory."""
+
+    columns: Mapping[str, Sequence[str]]
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        columns = dict(self.columns)
+        room = options.max_width
+        for name, cells in columns.items():
+            room -= LEAST if name == "dropped" else max(map(len, (name, *cells))) + 2
+        if room < 0:
+            pairs = zip(columns.pop("trajectory"), columns.pop("task"), strict=True)
+            columns = {"trajectory, task": [f"{id}\n  {task}" for id, task in pairs], **columns}
+        table = make_table(list(columns), zip(*columns.values(), strict=True))
+        for column in table.columns:
+            column.no_wrap = column.header != "dropped"
+        yield table
+
+
+def trajectory_table(rows: list[TrajectoryRow]) -> _Listed:
+    """The columns that the ids do not tell already, and `dropped` where a trajectory was."""
+    told = all(row.id.startswith(f"{row.stage}-{row.step:06d}/") for row in rows)
+    columns: dict[str, list[str]] = {"trajectory": [row.id for row in rows]}
+    if not told:
+        columns |= {"stage": [row.stage for row in rows], "step": [str(row.step) for row in rows]}
+    columns |= {
+        "task": [row.task_id for row in rows],
+        "status": [NO_TURN if row.without_turn else row.status.value for row in rows],
+        "reward": [number(row.reward) or "" for row in rows],
+        "turns": [str(row.num_turns) for row in rows],
+    }
+    dropped = ["" if row.without_turn else row.dropped or "" for row in rows]
+    if any(dropped):
+        columns["dropped"] = dropped
+    return _Listed(columns)
