@@ -32,7 +32,7 @@ from ludus.rollout.prefetch import PrefetchSource
 from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
-from ludus.train.minibatches import TrainSettings
+from ludus.train.batches.minibatches import TrainSettings
 
 NUM_WORDS = 500  # those that prompts and observations are made of
 FRAME = 2

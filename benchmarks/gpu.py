@@ -47,8 +47,8 @@ from ludus.models.samplers.engine import InProcessSampler
 from ludus.telemetry.metrics import MetricsLog
 from ludus.train.algorithms.aggregates import trajectory_mean
 from ludus.train.algorithms.losses import clipped
+from ludus.train.batches.packing import Layout, pack
 from ludus.train.learner import Learner
-from ludus.train.packing import Layout, pack
 
 ROOT = Path(__file__).parents[1]
 DTYPE = torch.bfloat16

@@ -37,7 +37,7 @@ from ludus.rollout.source import GroupSource, SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.telemetry.occupancy import PARTS
 from ludus.train import ALGORITHMS
-from ludus.train.minibatches import TrainSettings
+from ludus.train.batches.minibatches import TrainSettings
 
 WORDS = ("red", "green", "blue", "key", "door", "box", "ball", "left", "right", "open")
 ANSWER = "go to the red door and open"

@@ -37,8 +37,8 @@ from ludus.config.schema import LearnerConfig, OptimizerConfig
 from ludus.core.types import Sample
 from ludus.train.algorithms.aggregates import trajectory_mean
 from ludus.train.algorithms.losses import clipped
+from ludus.train.batches.packing import Layout, pack
 from ludus.train.learner import Learner
-from ludus.train.packing import Layout, pack
 
 BUDGET = 4096  # positions of one forward pass, padding included
 GROUP = 8

@@ -40,8 +40,8 @@ from ludus.config.schema import OptimizerConfig, RunConfig
 from ludus.core.types import Group, Segment, Task, Trajectory
 from ludus.models.chat.renderer import Renderer
 from ludus.train import ALGORITHMS
-from ludus.train.minibatches import TrainSettings
-from ludus.train.samples import to_samples
+from ludus.train.batches.minibatches import TrainSettings
+from ludus.train.batches.samples import to_samples
 
 CONVERSATIONS, EPISODES, MINIBATCHES = 32, 64, 2
 MICRO_BATCHES = (32, 16, 8, 4, 2)

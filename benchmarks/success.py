@@ -47,8 +47,8 @@ from ludus.rollout.source import SyncSource
 from ludus.store.folders import RunFolder
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
+from ludus.train.batches.minibatches import TrainSettings
 from ludus.train.checkpoint.policy import find_checkpoint, run_tokenizer
-from ludus.train.minibatches import TrainSettings
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "babyai-tiny.yaml"
 PROGRAMS = ("ludus", "rollout", "environment")

@@ -11,16 +11,16 @@ from ludus.judges.base import Judge
 from ludus.models.samplers.base import PolicySampler
 from ludus.rollout.hosts.host import LocalEnvs
 from ludus.train.algorithms.base import Algorithm
+from ludus.train.batches.minibatches import TrainSettings
 from ludus.train.checkpoint.store import CheckpointStore
 from ludus.train.meter import Meter
-from ludus.train.minibatches import TrainSettings
 
 
 class Backend(Protocol):
     """Owns the model: samples, scores, trains, publishes weights, saves checkpoints.
 
-    A back end packs the samples itself (`train.minibatches`), so it decides how they are split over
-    devices. `backends.conformance` checks what each must do.
+    A back end packs the samples itself (`train.batches.minibatches`), so it decides how they are
+    split over devices. `backends.conformance` checks what each must do.
     """
 
     @property

@@ -39,9 +39,9 @@ from ludus.rollout.hosts.host import LocalEnvs
 from ludus.rollout.hosts.threads import EnvThread
 from ludus.rollout.source import require_fresh
 from ludus.train import ALGORITHMS
+from ludus.train.batches.minibatches import TrainSettings
+from ludus.train.batches.samples import to_samples
 from ludus.train.checkpoint.policy import build_policy
-from ludus.train.minibatches import TrainSettings
-from ludus.train.samples import to_samples
 
 Factory = Callable[[Path], Backend]
 Check = Callable[[Factory, Path], Awaitable[None]]

@@ -20,10 +20,10 @@ from ludus.models.samplers.base import PolicySampler
 from ludus.rollout.hosts.host import LocalEnvs
 from ludus.telemetry.occupancy import busy
 from ludus.train.algorithms.base import Algorithm
+from ludus.train.batches.minibatches import TrainSettings, train_metrics
 from ludus.train.checkpoint.store import CheckpointStore
 from ludus.train.learner import Learner
 from ludus.train.meter import Meter
-from ludus.train.minibatches import TrainSettings, train_metrics
 from ludus.train.trainer import Trainer
 
 T = TypeVar("T")

@@ -21,10 +21,10 @@ from ludus.judges.base import Judge
 from ludus.models.samplers.base import PolicySampler
 from ludus.rollout.hosts.host import LocalEnvs
 from ludus.train.algorithms.base import Algorithm
+from ludus.train.batches.minibatches import TrainSettings
 from ludus.train.checkpoint.listing import CheckpointInfo
 from ludus.train.checkpoint.store import CheckpointStore
 from ludus.train.meter import Meter
-from ludus.train.minibatches import TrainSettings
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ Without an expert, or where `fill` is given, episodes use the fraction `fill` of
 context. The device reaches the fraction `efficiency` of its peak.
 
     weights                                parameters * bytes of model.dtype
-    gradients, AdamW's state               trained parameters * bytes of `train.optimizer`'s table
+    gradients, AdamW's state               trained parameters * bytes of `optimizers.adamw`'s table
     activations                            saved by autograd for tokens_per_batch tokens
     KV cache                               rollout.concurrency * model.context_length tokens
     sampling    max(bytes read / bandwidth, operations / peak), one pass a token of a turn

@@ -29,8 +29,8 @@ from ludus.telemetry.occupancy import busy
 from ludus.train.algorithms.base import Algorithm, Assignment
 from ludus.train.algorithms.credit import with_advantages
 from ludus.train.algorithms.entropy import EntropyControl
-from ludus.train.minibatches import TrainSettings
-from ludus.train.samples import to_samples
+from ludus.train.batches.minibatches import TrainSettings
+from ludus.train.batches.samples import to_samples
 
 
 class Recorder(Protocol):

@@ -40,7 +40,7 @@ from ludus.tasks.mixture import part_of, settings_of
 from ludus.tools.toolbox import Toolbox
 from ludus.train import ALGORITHMS
 from ludus.train.algorithms.base import Algorithm
-from ludus.train.samples import to_samples
+from ludus.train.batches.samples import to_samples
 from ludus.train.scoring import assume_start
 
 NUM_EXPERT_EPISODES = 16

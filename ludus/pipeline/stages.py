@@ -21,7 +21,7 @@ from ludus.tasks.mixture import part_of, task_sampler
 from ludus.tasks.tiers import TierSampler
 from ludus.train import ALGORITHMS
 from ludus.train.algorithms.base import Algorithm
-from ludus.train.minibatches import TrainSettings
+from ludus.train.batches.minibatches import TrainSettings
 from ludus.train.schedule import turn_limit
 
 

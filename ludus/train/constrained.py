@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ludus.core.errors import TrainingError
 from ludus.models.vocabulary import Vocabulary
+from ludus.train.batches.packing import MicroBatch
 from ludus.train.kernels.logprobs import chunk_rows
-from ludus.train.packing import MicroBatch
 
 LogSoftmax = Callable[[Tensor], Tensor]
 

@@ -28,13 +28,13 @@ from ludus.core.types import Sample
 from ludus.models.decoders.llama import NotLlama
 from ludus.models.vocabulary import Vocabulary
 from ludus.models.windows import UnknownAttention, layer_windows, model_masks, narrowed
+from ludus.train.batches.packing import Layout, MicroBatch, attention_mask, pack, rounded
 from ludus.train.constrained import rescore
 from ludus.train.kernels.attention import attending
 from ludus.train.kernels.compiled import CompiledLayers
 from ludus.train.kernels.fused import FusedLayers
 from ludus.train.kernels.logprobs import Head, backbone, find_head, score_logits
 from ludus.train.kernels.tiles import Plan, tiles
-from ludus.train.packing import Layout, MicroBatch, attention_mask, pack, rounded
 
 Attention = Literal["tiles", "dense", "none"]
 

@@ -31,11 +31,11 @@ from ludus.train.algorithms.losses import (
     trajectory_means,
     unit_of,
 )
+from ludus.train.batches.packing import Batch, MicroBatch
 from ludus.train.critic import Critic
 from ludus.train.forward import Forward
-from ludus.train.muon import make_optimizer
-from ludus.train.packing import Batch, MicroBatch
-from ludus.train.trust_region import NOT_MEASURED, RateScale, moved
+from ludus.train.optimizers.muon import make_optimizer
+from ludus.train.optimizers.trust_region import NOT_MEASURED, RateScale, moved
 
 log = get_logger(__name__)
 

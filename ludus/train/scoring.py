@@ -17,10 +17,10 @@ from ludus.core.errors import TrainingError
 from ludus.core.types import Group, Sample, Segment, Trajectory
 from ludus.models.memory import is_out_of_memory
 from ludus.telemetry.logs import get_logger
+from ludus.train.batches.packing import Batch, MicroBatch, pack
+from ludus.train.batches.samples import constraints_of, paths
 from ludus.train.critic import Critic
 from ludus.train.forward import Forward
-from ludus.train.packing import Batch, MicroBatch, pack
-from ludus.train.samples import constraints_of, paths
 
 log = get_logger(__name__)
 

@@ -18,11 +18,7 @@ from ludus.core.types import Group, Sample
 from ludus.models.build import build_model
 from ludus.models.vocabulary import Vocabulary, fingerprint
 from ludus.train.algorithms.base import Algorithm
-from ludus.train.checkpoint.policy import load_trained
-from ludus.train.checkpoint.state import random_state, set_random_state
-from ludus.train.checkpoint.store import CheckpointStore
-from ludus.train.learner import Learner
-from ludus.train.minibatches import (
+from ludus.train.batches.minibatches import (
     TrainSettings,
     batch_metrics,
     staleness,
@@ -30,6 +26,10 @@ from ludus.train.minibatches import (
     to_minibatches,
     train_metrics,
 )
+from ludus.train.checkpoint.policy import load_trained
+from ludus.train.checkpoint.state import random_state, set_random_state
+from ludus.train.checkpoint.store import CheckpointStore
+from ludus.train.learner import Learner
 from ludus.train.reference import Reference
 from ludus.train.scoring import Scorer
 from ludus.train.verify import ExactForward, unscored, verify

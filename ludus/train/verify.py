@@ -23,10 +23,10 @@ from ludus.models.exact.forward import exact, log_softmax
 from ludus.models.exact.sampler import ExactSampler
 from ludus.models.exact.trace import Record, Tracer, first_difference
 from ludus.models.samplers.base import SamplingParams
+from ludus.train.batches.packing import Batch, Layout, MicroBatch, pack
+from ludus.train.batches.samples import rows
 from ludus.train.constrained import rescore
 from ludus.train.forward import Attention, Forward
-from ludus.train.packing import Batch, Layout, MicroBatch, pack
-from ludus.train.samples import rows
 
 
 class ExactForward(Forward):

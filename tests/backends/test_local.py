@@ -22,7 +22,7 @@ from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.models.samplers.base import Completion, SamplingParams
 from ludus.train import ALGORITHMS
-from ludus.train.minibatches import TrainSettings
+from ludus.train.batches.minibatches import TrainSettings
 
 SHAPE = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "init_range": 0.2}
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=2, schedule="cosine", weight_decay=0.1)

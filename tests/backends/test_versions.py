@@ -24,8 +24,8 @@ from ludus.rollout.sessions.session import TreeBuilder
 from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
-from ludus.train.minibatches import TrainSettings
-from ludus.train.samples import to_samples
+from ludus.train.batches.minibatches import TrainSettings
+from ludus.train.batches.samples import to_samples
 
 SHAPE = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
 SETTINGS = TrainSettings("rl", 10, OptimizerConfig(lr=1e-2), tokens_per_batch=64)

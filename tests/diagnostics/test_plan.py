@@ -25,7 +25,7 @@ from ludus.diagnostics.memory import Memory
 from ludus.diagnostics.plan_lines import lines
 from ludus.train.algorithms.losses import cross_entropy
 from ludus.train.learner import Learner
-from ludus.train.muon import make_optimizer
+from ludus.train.optimizers.muon import make_optimizer
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "babyai-tiny.yaml")
 

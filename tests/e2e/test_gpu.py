@@ -16,9 +16,9 @@ from ludus.config.schema import LearnerConfig, OptimizerConfig
 from ludus.core.types import Sample
 from ludus.models.samplers.base import SamplingParams
 from ludus.train.algorithms.losses import clipped
+from ludus.train.batches.packing import pack
 from ludus.train.forward import Forward
 from ludus.train.learner import Learner
-from ludus.train.packing import pack
 
 pytestmark = pytest.mark.gpu
 

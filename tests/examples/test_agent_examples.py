@@ -26,7 +26,7 @@ from ludus.rollout.workflow import Agent
 from ludus.services.gateway.gateway import HttpGateway
 from ludus.tasks.readers import read_tasks
 from ludus.tasks.splits import check_disjoint
-from ludus.train.samples import rows
+from ludus.train.batches.samples import rows
 
 FOLDER = Path(ludus.__file__).parents[1] / "examples" / "agents"
 PACKAGES = {

@@ -17,7 +17,7 @@ from ludus.models.samplers.base import Completion, SamplingParams
 from ludus.rollout.collect import Collector
 from ludus.rollout.workflow import Agent
 from ludus.services.gateway.gateway import HttpGateway
-from ludus.train.samples import rows
+from ludus.train.batches.samples import rows
 
 pytest.importorskip("agentscope", reason="needs the extra agents")
 pytestmark = [pytest.mark.usefixtures("unclosed_clients"), pytest.mark.filterwarnings(*WARNINGS)]

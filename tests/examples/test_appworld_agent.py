@@ -24,7 +24,7 @@ from ludus.pipeline.parts.registries import check
 from ludus.rollout.collect import Collector
 from ludus.rollout.workflow import Agent
 from ludus.services.gateway.gateway import HttpGateway
-from ludus.train.samples import rows
+from ludus.train.batches.samples import rows
 
 ROOT = Path(ludus.__file__).parents[1]
 FOLDER = ROOT / "examples" / "agents"

@@ -17,9 +17,9 @@ from ludus.core.types import Group, Segment, Task, Trajectory
 from ludus.train.algorithms.advantages import group_normalised
 from ludus.train.algorithms.losses import LossInputs
 from ludus.train.algorithms.table import GRPO
+from ludus.train.batches.packing import Batch, pack
+from ludus.train.batches.samples import to_samples
 from ludus.train.learner import Learner
-from ludus.train.packing import Batch, pack
-from ludus.train.samples import to_samples
 
 PATH = Path(__file__).parents[2] / "examples" / "grpo_one_file.py"
 

@@ -20,7 +20,7 @@ from ludus.tasks.curriculum import TaskSampler
 from ludus.telemetry.metrics import NAME
 from ludus.telemetry.occupancy import PARTS
 from ludus.train import ALGORITHMS
-from ludus.train.minibatches import train_metrics
+from ludus.train.batches.minibatches import train_metrics
 
 EVERYTHING = [(place, lever) for place in PLACES for lever in LEVERS]
 ALWAYS = {

@@ -35,8 +35,8 @@ from ludus.pipeline.stages import sample_until_signal
 from ludus.rollout.prefetch import PrefetchSource, longest_wait, token_ages
 from ludus.rollout.source import require_fresh
 from ludus.tasks.curriculum import TaskSampler
-from ludus.train.packing import pack
-from ludus.train.samples import to_samples
+from ludus.train.batches.packing import pack
+from ludus.train.batches.samples import to_samples
 
 GRPO = Spec(name="grpo", args={"importance_cap": 2.0})
 EVERYTHING = [(place, lever) for place in PLACES for lever in LEVERS]

@@ -22,9 +22,9 @@ from ludus.models.grammars import MAX_SCHEMA, Grammars, grammar_of
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
 from ludus.models.vocabulary import Vocabulary
+from ludus.train.batches.packing import pack
+from ludus.train.batches.samples import rows
 from ludus.train.forward import Forward
-from ludus.train.packing import pack
-from ludus.train.samples import rows
 from ludus.train.scoring import Scorer
 from ludus.train.verify import ExactForward, unscored, verify
 

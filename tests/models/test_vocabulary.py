@@ -15,9 +15,9 @@ from ludus.models.build import build_model
 from ludus.models.exact.sampler import ExactSampler
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.vocabulary import Vocabulary
+from ludus.train.batches.packing import pack
 from ludus.train.forward import Forward
 from ludus.train.kernels.logprobs import Head, score_logits
-from ludus.train.packing import pack
 from ludus.train.verify import ExactForward, verify
 
 GAPS = [0, 1, 2, 3, 7, 11, 12, 40, 41, 50]

@@ -21,8 +21,8 @@ from ludus.rollout.outcome import Outcome
 from ludus.rollout.sessions.agent_session import AgentSession
 from ludus.rollout.sessions.call_options import CallRefused
 from ludus.rollout.workflow import Agent
-from ludus.train.samples import rows
-from ludus.train.tree import grow
+from ludus.train.batches.samples import rows
+from ludus.train.batches.tree import grow
 
 
 def collector(world: World, agent: Any, style: str = "plain", thinking: str = "keep", **how: Any):

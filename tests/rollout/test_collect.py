@@ -20,7 +20,7 @@ import ludus
 from ludus.core.errors import ConfigError, EpisodeError, TrainingError
 from ludus.core.types import Group, Message, Spec, Status, Task, Trajectory
 from ludus.train import ALGORITHMS
-from ludus.train.samples import to_samples
+from ludus.train.batches.samples import to_samples
 
 HERE = Path(__file__).parents[1] / "support"
 

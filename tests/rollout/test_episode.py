@@ -14,7 +14,7 @@ from rollout_world import STYLES, Scripted, World
 from ludus.core.types import Message, Score, Spec, Status, Task, ToolCall, Trajectory
 from ludus.judges import JUDGES
 from ludus.train import ALGORITHMS
-from ludus.train.samples import rows, to_samples
+from ludus.train.batches.samples import rows, to_samples
 
 STYLES_AND_THINKING = [
     *((style, "keep") for style in STYLES),

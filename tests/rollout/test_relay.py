@@ -15,7 +15,7 @@ from ludus.rollout.outcome import Outcome
 from ludus.rollout.roles import Player, Role
 from ludus.rollout.workflow import Agent
 from ludus.train import ALGORITHMS
-from ludus.train.samples import to_samples
+from ludus.train.batches.samples import to_samples
 
 
 def roles_of(world: World, *names: str, **samplers: Any) -> tuple[list[Role], Any]:

@@ -15,7 +15,7 @@ from ludus.rollout.replay import ReplaySource, replay
 from ludus.rollout.sessions.session import with_system_prompt
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
-from ludus.train.samples import rows, to_samples
+from ludus.train.batches.samples import rows, to_samples
 
 
 def shape(trajectory: Trajectory) -> list[tuple[Any, ...]]:

@@ -25,7 +25,7 @@ from ludus.rollout.roles import Player, Role
 from ludus.rollout.roles import cast as drawn
 from ludus.services.gateway.gateway import HttpGateway
 from ludus.train import ALGORITHMS
-from ludus.train.samples import rows, to_samples
+from ludus.train.batches.samples import rows, to_samples
 
 
 def ask(text: str) -> list[dict[str, str]]:

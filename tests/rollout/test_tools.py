@@ -23,7 +23,7 @@ from ludus.models.endpoint.client import Endpoint
 from ludus.rollout.collect import Collector
 from ludus.rollout.replay import replay
 from ludus.rollout.tool_use import RunTools, read_functions
-from ludus.train.samples import rows
+from ludus.train.batches.samples import rows
 
 MARKED = "<code>", "</code>", "<answer>", "</answer>", "<execution_results>", "</execution_results>"
 

@@ -21,10 +21,10 @@ from ludus.config.schema import OptimizerConfig
 from ludus.core.types import Sample
 from ludus.train.algorithms.aggregates import token_mean
 from ludus.train.algorithms.losses import LossFn, clipped
+from ludus.train.batches.packing import Batch, MicroBatch, pack
 from ludus.train.checkpoint.loading import load
 from ludus.train.checkpoint.store import CheckpointStore
 from ludus.train.learner import Learner
-from ludus.train.packing import Batch, MicroBatch, pack
 
 VOCAB = 40
 

@@ -25,7 +25,7 @@ from ludus.rollout.replay import ReplaySource, replay
 from ludus.rollout.source import Collect, GroupSource, SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
-from ludus.train.minibatches import TrainSettings
+from ludus.train.batches.minibatches import TrainSettings
 
 LEVERS = ("red", "green", "blue", "grey")
 PLACES = ("hall", "cellar", "attic", "garden", "roof", "yard")

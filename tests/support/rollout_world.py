@@ -21,7 +21,7 @@ from ludus.models.samplers.engine import InProcessSampler
 from ludus.rollout.collect import Collector
 from ludus.rollout.replay import replay
 from ludus.rollout.sessions.session import with_system_prompt
-from ludus.train.samples import rows
+from ludus.train.batches.samples import rows
 
 CONTEXT = 256
 STYLES = {"plain": "plain", "react": "react", "tools": "tools", "think": "plain"}

@@ -20,9 +20,9 @@ from ludus.core.types import Group, Segment, Spec, Task, Trajectory
 from ludus.models.build import build_model
 from ludus.models.chat.tokenizers import train_tokenizer
 from ludus.train.algorithms.base import Algorithm
+from ludus.train.batches.minibatches import TrainSettings
+from ludus.train.batches.samples import to_samples
 from ludus.train.distributed import Rank, ShardedTrainer, ShardSettings, open_listener
-from ludus.train.minibatches import TrainSettings
-from ludus.train.samples import to_samples
 from ludus.train.trainer import Trainer
 
 SHAPE = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "init_range": 0.2}

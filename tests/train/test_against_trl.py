@@ -22,9 +22,9 @@ from ludus.config.schema import OptimizerConfig
 from ludus.core.types import Group, Segment, Spec, Task, Trajectory
 from ludus.train import ALGORITHMS
 from ludus.train.algorithms.credit import truncated_importance
+from ludus.train.batches.packing import pack
+from ludus.train.batches.samples import to_samples
 from ludus.train.learner import Learner
-from ludus.train.packing import pack
-from ludus.train.samples import to_samples
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: nothing to compare with")
 

@@ -42,11 +42,11 @@ from ludus.models.samplers.engine import InProcessSampler
 from ludus.train import forward
 from ludus.train.algorithms.aggregates import trajectory_mean
 from ludus.train.algorithms.losses import LossFn, LossInputs, LossOutput, clipped, cross_entropy
+from ludus.train.batches.packing import Batch, MicroBatch, pack, rounded
 from ludus.train.forward import SHAPES, Forward
 from ludus.train.kernels import compiled, fused, tiles
 from ludus.train.kernels.compiled import has_compiler
 from ludus.train.learner import Learner, learning_rate
-from ludus.train.packing import Batch, MicroBatch, pack, rounded
 
 COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 COMMON |= {"intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.2}

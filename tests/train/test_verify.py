@@ -21,9 +21,9 @@ from ludus.models.exact.sampler import ExactSampler
 from ludus.models.exact.trace import first_difference
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
+from ludus.train.batches.packing import Batch, Layout, pack
+from ludus.train.batches.samples import rows
 from ludus.train.forward import Forward
-from ludus.train.packing import Batch, Layout, pack
-from ludus.train.samples import rows
 from ludus.train.verify import ExactForward, verify
 
 VERSION = 3

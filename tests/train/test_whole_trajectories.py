@@ -27,10 +27,10 @@ from ludus.train.algorithms.losses import (
     with_entropy_bonus,
 )
 from ludus.train.algorithms.table import GRPO, Algorithm
+from ludus.train.batches.minibatches import to_batch
+from ludus.train.batches.packing import Layout, pack
 from ludus.train.critic import Critic
 from ludus.train.learner import Learner
-from ludus.train.minibatches import to_batch
-from ludus.train.packing import Layout, pack
 
 
 def branched() -> list[Sample]:

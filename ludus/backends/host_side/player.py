@@ -25,7 +25,7 @@ from ludus.rollout.collect import Collector
 from ludus.rollout.episode import run_episode
 from ludus.rollout.hosts.threads import EnvThread
 from ludus.train import ALGORITHMS
-from ludus.train.samples import paths
+from ludus.train.batches.samples import paths
 from ludus.train.schedule import turn_limit
 
 JOB = "LUDUS_HOST_JOB"

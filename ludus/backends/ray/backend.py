@@ -49,10 +49,10 @@ from ludus.models.vocabulary import Vocabulary
 from ludus.rollout.hosts.host import LocalEnvs
 from ludus.telemetry.logs import get_logger
 from ludus.train.algorithms.base import Algorithm
+from ludus.train.batches.minibatches import TrainSettings
 from ludus.train.checkpoint.policy import build_policy
 from ludus.train.checkpoint.store import CheckpointStore
 from ludus.train.meter import Away, Meter
-from ludus.train.minibatches import TrainSettings
 from ludus.train.trainer import checkpoint_store
 
 log = get_logger(__name__)

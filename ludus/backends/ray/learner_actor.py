@@ -19,8 +19,8 @@ from ludus.config.schema import RunConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Sample
 from ludus.train.algorithms.base import Algorithm
+from ludus.train.batches.minibatches import TrainSettings
 from ludus.train.checkpoint.state import seed_random, trained_tensors
-from ludus.train.minibatches import TrainSettings
 from ludus.train.trainer import Restored, Trainer
 
 if TYPE_CHECKING:

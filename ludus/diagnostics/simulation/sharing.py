@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from ludus.core.types import Group, Trajectory
-from ludus.train.tree import common_prefix
+from ludus.train.batches.tree import common_prefix
 
 
 @dataclass(frozen=True, slots=True)

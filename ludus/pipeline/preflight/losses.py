@@ -12,7 +12,7 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import LudusError
 from ludus.train import ALGORITHMS
 from ludus.train.algorithms.losses import LossInputs, computed, require_unit
-from ludus.train.trust_region import NOT_MEASURED
+from ludus.train.optimizers.trust_region import NOT_MEASURED
 
 NUM_TOKENS = 8
 """Of two trajectories."""

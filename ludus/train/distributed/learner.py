@@ -21,10 +21,10 @@ from ludus.config.schema import OptimizerConfig
 from ludus.core.errors import ConfigError, TrainingError
 from ludus.models.memory import is_out_of_memory
 from ludus.train.algorithms.losses import LossFn, trajectory_means, unit_of
+from ludus.train.batches.packing import Batch, MicroBatch
 from ludus.train.distributed.group import Group
 from ludus.train.distributed.sharding import Parts, ShardedForward
 from ludus.train.learner import LOWER_RATE, SMALLER_STATE, Learner, _cut, _Pending, save_batch
-from ludus.train.packing import Batch, MicroBatch
 
 
 class ShardedLearner(Learner):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from ludus.core.types import Sample
+from ludus.train.batches.packing import MicroBatch, pack
 from ludus.train.distributed.group import Group
 from ludus.train.distributed.sharding import ShardedForward
 from ludus.train.distributed.split import assign
-from ludus.train.packing import MicroBatch, pack
 from ludus.train.scoring import Scorer
 
 Scores = list[list[list[float]]]

@@ -35,11 +35,11 @@ from torch.distributed.tensor import DTensor
 
 from ludus.config.schema import LearnerConfig
 from ludus.core.types import Sample
+from ludus.train.batches.packing import MicroBatch, pack
 from ludus.train.distributed.parallel import HEAD_NORMS, parallelize
 from ludus.train.distributed.settings import ShardSettings
 from ludus.train.forward import Forward
 from ludus.train.kernels.logprobs import backbone
-from ludus.train.packing import MicroBatch, pack
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ludus.core.types import Sample
-from ludus.train.packing import Layout
-from ludus.train.tree import common_prefix
+from ludus.train.batches.packing import Layout
+from ludus.train.batches.tree import common_prefix
 
 
 def assign(samples: Sequence[Sample], num_ranks: int, layout: Layout) -> list[list[int]]:

@@ -21,6 +21,15 @@ from ludus.core.types import Group as Rollouts
 from ludus.core.types import Sample
 from ludus.models.vocabulary import Vocabulary, fingerprint
 from ludus.train.algorithms.base import Algorithm
+from ludus.train.batches.minibatches import (
+    TrainSettings,
+    pack_weighted,
+    staleness,
+    to_minibatches,
+    train_metrics,
+    weighted,
+)
+from ludus.train.batches.packing import Batch
 from ludus.train.checkpoint.state import seed_random
 from ludus.train.distributed.group import Group
 from ludus.train.distributed.learner import ShardedLearner
@@ -32,15 +41,6 @@ from ludus.train.distributed.settings import Rank, ShardSettings, check_supporte
 from ludus.train.distributed.sharding import Parts, ShardedForward, skeleton_of
 from ludus.train.distributed.split import assign
 from ludus.train.distributed.weights import buckets
-from ludus.train.minibatches import (
-    TrainSettings,
-    pack_weighted,
-    staleness,
-    to_minibatches,
-    train_metrics,
-    weighted,
-)
-from ludus.train.packing import Batch
 from ludus.train.reference import require_same_vocabulary
 from ludus.train.trainer import Restored, checkpoint_store, configure_torch, reference_model
 

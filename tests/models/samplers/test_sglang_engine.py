@@ -30,7 +30,7 @@ from ludus.models.samplers.base import Completion, SamplingParams, num_embedding
 from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
-from ludus.train.minibatches import TrainSettings
+from ludus.train.batches.minibatches import TrainSettings
 
 pytestmark = [pytest.mark.engine("sglang"), pytest.mark.timeout(900)]
 

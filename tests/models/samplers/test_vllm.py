@@ -46,8 +46,8 @@ from ludus.models.vocabulary import Vocabulary
 from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.train import ALGORITHMS
+from ludus.train.batches.minibatches import TrainSettings
 from ludus.train.forward import Forward
-from ludus.train.minibatches import TrainSettings
 from ludus.train.scoring import Scorer
 
 PYTHON = str(engine_python("vllm"))

@@ -21,7 +21,7 @@ from ludus.core.errors import ConfigError
 from ludus.core.types import Message, Score, Spec, Status, Task
 from ludus.rollout.command.base import filled
 from ludus.rollout.workflow import Agent
-from ludus.train.samples import rows
+from ludus.train.batches.samples import rows
 
 TASK = Task(id="q", prompt=[Message(role="user", content="red ?")], answer="blue", data={"n": 3})
 

@@ -21,7 +21,7 @@ from rollout_world import Scripted, World
 from ludus.core.types import Group, Status
 from ludus.rollout.workflow import Agent
 from ludus.services.gateway.gateway import HttpGateway
-from ludus.train.samples import rows
+from ludus.train.batches.samples import rows
 
 CHAT = {"model": "policy", "messages": ASKED}
 PATHS = ("/chat/completions", "/completions", "/responses", "/messages", "/messages/count_tokens")

@@ -21,9 +21,9 @@ from ludus.core.types import Group, Spec, Trajectory
 from ludus.rollout.workflow import Agent
 from ludus.services.gateway.gateway import HttpGateway
 from ludus.train import ALGORITHMS
+from ludus.train.batches.packing import pack
+from ludus.train.batches.samples import rows, to_samples
 from ludus.train.learner import Learner
-from ludus.train.packing import pack
-from ludus.train.samples import rows, to_samples
 
 TASKS = [task_of(100 + i) for i in range(6)]
 STYLES = [("plain", "keep"), ("think", "keep"), ("think", "strip"), ("tools", "keep")]

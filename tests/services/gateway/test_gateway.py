@@ -16,7 +16,7 @@ from rollout_world import Scripted, World
 from ludus.core.types import Status, Trajectory
 from ludus.rollout.workflow import Agent
 from ludus.services.gateway.gateway import HttpGateway
-from ludus.train.samples import rows
+from ludus.train.batches.samples import rows
 
 
 async def test_openais_client_plays_an_episode(world: World):

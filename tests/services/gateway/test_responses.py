@@ -12,7 +12,7 @@ from played_envs import SAY
 from rollout_world import World
 
 from ludus.core.types import Message, Status
-from ludus.train.samples import rows
+from ludus.train.batches.samples import rows
 
 TOOL = {"type": "function", **SAY.model_dump(), "strict": True}
 

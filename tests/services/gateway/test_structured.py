@@ -12,8 +12,8 @@ from rollout_world import World
 
 from ludus.core.types import Group, Status, Task, Trajectory
 from ludus.models.vocabulary import Vocabulary
+from ludus.train.batches.samples import rows
 from ludus.train.forward import Forward
-from ludus.train.samples import rows
 from ludus.train.scoring import Scorer
 
 pytest.importorskip("llguidance", reason="needs the extra agents")

@@ -42,7 +42,7 @@ from ludus.train.algorithms.table import (
     TURN_GRPO,
     Algorithm,
 )
-from ludus.train.samples import to_samples
+from ludus.train.batches.samples import to_samples
 
 RELATIVE = [row for row in ROWS if row.compares]
 RATIOS = [1.5, 1.1, 0.5, 1.5]

@@ -25,7 +25,7 @@ from ludus.train.algorithms.credit import (
     truncated_importance,
 )
 from ludus.train.algorithms.table import DAPO, GRPO, PPO
-from ludus.train.samples import rows, to_samples
+from ludus.train.batches.samples import rows, to_samples
 
 
 def played(name: str, *turns: tuple[int, float | None], reward: float | None = None) -> Trajectory:

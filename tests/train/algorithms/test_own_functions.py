@@ -25,7 +25,7 @@ from ludus.train.algorithms.losses import (
     with_entropy_bonus,
 )
 from ludus.train.algorithms.terms import with_terms
-from ludus.train.minibatches import to_batch
+from ludus.train.batches.minibatches import to_batch
 
 
 def fault(*_: Any) -> Any:

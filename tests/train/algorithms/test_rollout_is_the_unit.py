@@ -8,7 +8,7 @@ import pytest
 
 from ludus.core.types import Group, Sample, Segment, Task, Trajectory
 from ludus.train import ALGORITHMS
-from ludus.train.samples import to_samples
+from ludus.train.batches.samples import to_samples
 
 
 def trajectory(name: str, reward: float, branches: int) -> Trajectory:

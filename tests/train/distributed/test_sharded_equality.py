@@ -25,9 +25,9 @@ from ludus.config.training import RLOptimizerConfig
 from ludus.core.types import Group, Spec
 from ludus.models.build import merge_lora
 from ludus.train import ALGORITHMS
+from ludus.train.batches.minibatches import TrainSettings
+from ludus.train.batches.samples import to_samples
 from ludus.train.distributed import Rank
-from ludus.train.minibatches import TrainSettings
-from ludus.train.samples import to_samples
 from ludus.train.trainer import Trainer
 
 TOLERANCE = 1e-5
@@ -199,7 +199,7 @@ def test_gradients_are_those_of_one_rank(pool: RankPool, tmp_path: Path, size: i
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    from ludus.train.minibatches import to_batch
+    from ludus.train.batches.minibatches import to_batch
 
     samples = to_samples(GRPO.assign(groups(0)))
     batch = to_batch(samples, GRPO, 64, 0, trainer.learner.forward.layout)

@@ -21,11 +21,11 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from ludus.core.errors import CheckpointError, ConfigError, LudusError
 from ludus.core.types import Sample
 from ludus.train import ALGORITHMS
+from ludus.train.batches.samples import to_samples
 from ludus.train.checkpoint.listing import check
 from ludus.train.distributed import Rank, ShardedTrainer, ShardSettings, open_listener, saving
 from ludus.train.distributed.parallel import check_model
 from ludus.train.distributed.settings import check_supported
-from ludus.train.samples import to_samples
 
 GRPO = ALGORITHMS.build("grpo")
 pytestmark = pytest.mark.slow

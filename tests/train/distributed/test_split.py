@@ -9,8 +9,8 @@ from sharded import groups
 
 from ludus.core.types import Sample
 from ludus.train import ALGORITHMS
+from ludus.train.batches.samples import to_samples
 from ludus.train.distributed.split import assign
-from ludus.train.samples import to_samples
 
 
 def sample(trajectory: str, ids: list[int]) -> Sample:

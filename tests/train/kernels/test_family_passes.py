@@ -16,8 +16,8 @@ from ludus.core.types import Sample
 from ludus.models.build import _with_lora
 from ludus.models.samplers.base import SamplingParams
 from ludus.models.samplers.engine import InProcessSampler
+from ludus.train.batches.packing import pack
 from ludus.train.forward import Forward
-from ludus.train.packing import pack
 
 FAMILIES = ["phi3", "olmo2", "granite", "smollm3", "gemma2", "gemma3", "glm4", "qwen3_moe"]
 

@@ -35,10 +35,10 @@ from ludus.models.samplers.engine import InProcessSampler
 from ludus.models.windows import layer_windows
 from ludus.train.algorithms.aggregates import trajectory_mean
 from ludus.train.algorithms.losses import clipped, with_entropy_bonus
+from ludus.train.batches.packing import Layout, MicroBatch, attention_mask, pack
+from ludus.train.batches.tree import grow
 from ludus.train.forward import Forward
 from ludus.train.learner import Learner
-from ludus.train.packing import Layout, MicroBatch, attention_mask, pack
-from ludus.train.tree import grow
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,

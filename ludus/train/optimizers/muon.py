@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ludus.config.schema import OptimizerConfig
-from ludus.train.optimizer import (
+from ludus.train.optimizers.adamw import (
     MOMENTS,
     AdamW,
     MasterWeights,

@@ -14,7 +14,7 @@ from ludus.config.training import RLOptimizerConfig
 from ludus.core.errors import ConfigError
 from ludus.train.algorithms.losses import clipped
 from ludus.train.learner import Learner
-from ludus.train.trust_region import FASTEST, SLOWEST, START, RateScale, moved
+from ludus.train.optimizers.trust_region import FASTEST, SLOWEST, START, RateScale, moved
 
 SURROGATE = clipped(0.2, 0.28)
 

@@ -19,7 +19,7 @@ from ludus.core.versions import mean_age
 from ludus.train.algorithms.base import Algorithm
 from ludus.train.algorithms.losses import unit_of
 from ludus.train.algorithms.own import calling
-from ludus.train.packing import Batch, Layout, pack
+from ludus.train.batches.packing import Batch, Layout, pack
 
 WHOLE_GROUPS = 2
 """Groups with a gradient in a minibatch, on average, from which on groups are not parted."""

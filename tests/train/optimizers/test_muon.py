@@ -19,7 +19,7 @@ from ludus.train.algorithms.losses import clipped, cross_entropy
 from ludus.train.checkpoint.loading import load
 from ludus.train.distributed.settings import ShardSettings, check_supported
 from ludus.train.learner import Learner
-from ludus.train.muon import Muon, hidden_matrices, make_optimizer, orthogonal
+from ludus.train.optimizers.muon import Muon, hidden_matrices, make_optimizer, orthogonal
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,

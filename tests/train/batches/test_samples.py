@@ -13,8 +13,8 @@ from ludus.core.types import Group, Sample, Segment, Task, Trajectory
 from ludus.train.algorithms.aggregates import advantage_mean
 from ludus.train.algorithms.base import Assignment
 from ludus.train.algorithms.table import DR_GRPO, SFT
-from ludus.train.minibatches import split, staleness
-from ludus.train.samples import rows, to_samples
+from ludus.train.batches.minibatches import split, staleness
+from ludus.train.batches.samples import rows, to_samples
 
 P0 = Segment(-1, [5, 6, 7])
 

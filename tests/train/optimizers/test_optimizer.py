@@ -18,7 +18,7 @@ from ludus.train.algorithms.losses import clipped, cross_entropy
 from ludus.train.checkpoint.loading import load
 from ludus.train.checkpoint.store import CheckpointStore
 from ludus.train.learner import Learner
-from ludus.train.optimizer import AdamW, stochastic_round
+from ludus.train.optimizers.adamw import AdamW, stochastic_round
 
 Mode = Literal["float32", "stochastic_rounding"]
 MODES: list[Mode] = ["float32", "stochastic_rounding"]
@@ -133,7 +133,7 @@ def test_chunks_of_a_rounded_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight's step does not depend on the chunk, except for the random bits."""
     results = []
     for chunk in (1 << 22, 7):
-        monkeypatch.setattr("ludus.train.optimizer.CHUNK", chunk)
+        monkeypatch.setattr("ludus.train.optimizers.adamw.CHUNK", chunk)
         weight = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8).bfloat16())
         weight.grad = torch.linspace(1, 3, 64).view(8, 8).bfloat16()
         optimizer = AdamW([weight], OptimizerConfig(lr=0.25), "stochastic_rounding")

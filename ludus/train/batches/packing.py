@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from ludus.core.errors import ConfigError, TrainingError
 from ludus.core.types import Constraint, Sample
-from ludus.train.tree import grow
+from ludus.train.batches.tree import grow
 
 Layout = Literal["tree", "packed", "single"]
 """Token trees in rows; several samples a row; one sample a row, for models without masks."""

@@ -17,7 +17,15 @@ from ludus.core.errors import ConfigError, TrainingError
 from ludus.core.types import Constraint, Sample
 from ludus.train.algorithms.aggregates import trajectory_mean
 from ludus.train.algorithms.losses import LossInputs, clipped
-from ludus.train.packing import Batch, Layout, MicroBatch, arrange, attention_mask, pack, rounded
+from ludus.train.batches.packing import (
+    Batch,
+    Layout,
+    MicroBatch,
+    arrange,
+    attention_mask,
+    pack,
+    rounded,
+)
 
 VOCABULARY = 32
 

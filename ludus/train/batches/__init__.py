@@ -1,0 +1,1 @@
+"""From trajectories to micro-batches: rows, shared prefixes, packing, minibatches."""
