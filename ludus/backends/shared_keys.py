@@ -57,6 +57,7 @@ def shared_rows(host: str, workers: str) -> list[Key]:
         mapped("rl.horizon"),
         refused("rl.min_success_to_stop", f"{host} runs all of its steps"),
         mapped("evaluate.num_tasks", note=f"ludus, before {host} starts and after it ends"),
+        mapped("evaluate.before_sft", note=f"ludus, before {host} starts"),
         mapped("evaluate.confidence", note="ludus, in the process of `ludus train`"),
         refused("evaluate.roles", f"{host} trains one policy"),
         adapted("checkpoint.keep_best", note="of RL, the newest checkpoints are kept only"),

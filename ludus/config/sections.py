@@ -236,7 +236,8 @@ class RolloutConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Held-out evaluation: before RL, at the end of the run, and periodically during RL."""
+    """Held-out evaluation: before SFT if asked, before RL, at the end of the run, and periodically
+    during RL."""
 
     num_tasks: int | None = Field(None, ge=1, description="Number of held-out tasks; null: all.")
     num_tasks_between: int | None = Field(
@@ -246,6 +247,12 @@ class EvaluateConfig(Section):
     temperature: float = Field(0.0, ge=0, description="0 is greedy.")
     every: int = Field(
         0, ge=0, description="RL steps between evaluations; 0: before and after only."
+    )
+    before_sft: bool = Field(
+        False,
+        description="Evaluate before SFT too, on the same tasks: what SFT adds. Of use for a "
+        "pretrained model; random weights solve what chance solves, and play episodes to their "
+        "limits.",
     )
     confidence: float = Field(0.95, gt=0, lt=1, description="Level of the confidence intervals.")
     roles: dict[str, Any] | None = Field(

@@ -366,7 +366,8 @@ class _Estimate:
         whole = settings.num_tasks or listed
         between = settings.num_tasks_between or whole
         times = (rl.steps - 1) // settings.every if rl and settings.every else 0
-        return (whole * (2 if rl else 1) + between * times) * settings.samples_per_task
+        ends = (2 if rl else 1) + settings.before_sft
+        return (whole * ends + between * times) * settings.samples_per_task
 
     def _evaluation(self, played: int, episode: Episodes) -> float:
         if not played:

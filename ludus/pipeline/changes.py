@@ -40,6 +40,11 @@ def refuse_changes(
                 f"{', '.join(of_rl)}: run {folder.id} is at RL step {newest.step}, so {told} no "
                 "effect: leave it out, or start a new run"
             )
+        if "evaluate.before_sft" in changes:
+            raise ConfigError(
+                f"evaluate.before_sft: run {folder.id} is at {newest.path.name}, so the change has "
+                "no effect: leave it out, or start a new run"
+            )
     of_sft = [key for key in changes if key.partition(".")[0] == "sft"]
     if of_sft and (why := _after_sft(folder, before, config)):
         raise ConfigError(

@@ -133,9 +133,10 @@ class HostTrainer(Trainer):
         if resumed is None:
             self._rewind(None, keep)
         else:
-            keep = {"sft": resumed.step - 1}
+            keep = {"sft": resumed.step - 1, "evaluate/start": 0}
             self._observer.note(f"{self.run.folder.id}: resuming after step {resumed.step} of sft")
         if config.sft is not None:
+            await self._evaluate_before_sft(resumed)
             stage, start = self._begin_stage("sft", resumed)
             if resumed is not None:
                 self._rewind(resumed, keep)
@@ -166,6 +167,7 @@ class HostTrainer(Trainer):
         config, checkpoints = self.run.config, self.run.backend.checkpoints
         found = [info for info in checkpoints.list() if info.stage == "sft"]
         keep = {"rl": done - 1, "evaluate/rl": done, "evaluate/before": 0}
+        keep["evaluate/start"] = 0
         keep["sft"] = config.sft.steps if config.sft else 0
         self._observer.note(f"{self.run.folder.id}: resuming after step {done} of rl")
         self._rewind(found[-1] if found else None, keep)

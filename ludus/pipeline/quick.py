@@ -135,6 +135,7 @@ def without_stages(config: RunConfig, *, sft: bool, rl: bool) -> RunConfig:
     if sft:
         data |= {"sft": None, "demonstrations": None}
         data["rl"]["steps_per_unused_sft_step"] = 0.0
+        data["evaluate"]["before_sft"] = False
     if rl:
         data["rl"] = None
     return RunConfig.model_validate(data)

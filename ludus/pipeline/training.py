@@ -112,7 +112,9 @@ class Trainer:
             for name in ("sft", "rl"):
                 if getattr(config, name) is None or (name == "sft" and skip_sft):
                     continue
-                if name == "rl" and not skip_sft:
+                if name == "sft":
+                    await self._evaluate_before_sft(resumed)
+                elif not skip_sft:
                     await self._evaluate("before", config.evaluate.num_tasks)
                 checkpoint = resumed if resumed and resumed.stage == name else None
                 stage, start = self._begin_stage(name, checkpoint)
@@ -163,6 +165,7 @@ class Trainer:
                     "that stage"
                 )
             keep = {resumed.stage: resumed.step - 1, f"evaluate/{resumed.stage}": resumed.step}
+            keep["evaluate/start"] = 0
             keep[f"{resumed.stage}/{UNTRAINED}"] = resumed.step - 1
             if resumed.stage == "rl":
                 sft_steps = config.sft.steps if config.sft else 0
@@ -388,6 +391,11 @@ class Trainer:
             count = sum(len(group.trajectories) for group in groups)
             self._observer.note(f"{stage.name}: {count} prefetched episodes were not trained on")
 
+    async def _evaluate_before_sft(self, resumed: CheckpointInfo | None) -> None:
+        """Evaluate what the policy can do at the start, where asked; a resumed run has done it."""
+        if self.run.config.evaluate.before_sft and resumed is None:
+            await self._evaluate("start", self.run.config.evaluate.num_tasks)
+
     async def _evaluate(
         self, label: str, num_tasks: int | None, step: int = 0
     ) -> Evaluation | None:
@@ -414,9 +422,10 @@ class Trainer:
         for part in sorted({o.part for o in result.outcomes if o.part in result.tiers}):
             metrics[f"evaluate/success_{part}"] = result.tiers[part].success.value
         metrics |= unknown_metrics(groups, self._unknown)
-        if label != "before":
-            metrics |= gain_metrics(run.folder.evaluations / "before-000000.json", result)
-        if label != sft_end.LABEL:  # training tasks choose no checkpoint
+        if label != "start":
+            earlier = "before" if label != "before" and run.config.rl else "start"
+            metrics |= gain_metrics(run.folder.evaluations / f"{earlier}-000000.json", result)
+        if label not in (sft_end.LABEL, "start"):  # these choose no checkpoint
             self._latest |= metrics
         self._store.record_step(
             run.folder.id, stage, step, by_role(groups), metrics, seconds=result.seconds

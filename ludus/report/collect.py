@@ -25,15 +25,21 @@ from ludus.telemetry.metrics import Line, MetricsLog
 MAX_FAILURES = 4
 """Tiers of which a failed held-out episode is shown."""
 
-NAMES = {"before": "before RL", "after": "after RL", "rl": "RL step {step}"}
-"""Display names of evaluations on held-out tasks; those of `sft.until` are on training tasks."""
+NAMES = {
+    "start": "before SFT",
+    "before": "before RL",
+    "rl": "RL step {step}",
+    "after": "after RL",
+}
+"""Display names of evaluations on held-out tasks, in order of time; those of `sft.until` are on
+training tasks."""
 
 
 def report(folder: RunFolder, store: RunStore) -> Path:
     """Write `report.html` into the run's folder."""
     config = run_config(folder)
     row = store.run(folder.id)
-    evaluations = read_evaluations(folder)
+    evaluations = read_evaluations(folder, config)
     comparison, uncompared = compared(evaluations)
     lines = MetricsLog.read(folder.metrics)
     # By reason, without details of single episodes.
@@ -45,12 +51,12 @@ def report(folder: RunFolder, store: RunStore) -> Path:
         started=row.created.strftime("%Y-%m-%d %H:%M UTC"),
         records=_records(lines),
         evaluations=evaluations,
-        evaluated_at=_evaluated_at(folder, lines),
+        evaluated_at=_evaluated_at(folder, config, lines),
         evaluated_note=_evaluated_note(config),
         findings=diagnose(config, lines, folder.id).findings,
         comparison=comparison,
         uncompared=uncompared,
-        rollouts=_rollouts(folder, store),
+        rollouts=_rollouts(folder, store, config),
         settings=_settings(config),
         changes=dump_changes(config),
         config=folder.config.read_text(encoding="utf-8"),
@@ -70,24 +76,32 @@ def report_again(run: str, runs_dir: str, store: str | None) -> Path:
         return report(folder, opened)
 
 
-def read_evaluations(folder: RunFolder) -> dict[str, Evaluation]:
+def read_evaluations(folder: RunFolder, config: RunConfig) -> dict[str, Evaluation]:
     """Returns the run's evaluations by display name, in order of time.
 
     Errors: DataError for a damaged file.
     """
-    order = {"before": 0, "rl": 1, "after": 2}
+    order = list(NAMES)
     files = [
-        (order[label], step, NAMES[label].format(step=step), path)
+        (order.index(label), step, _name(config, label, step), path)
         for label, step, path in folder.evaluation_files()
         if label in NAMES
     ]
     return {name: read_evaluation(path) for _, _, name, path in sorted(files)}
 
 
+def _name(config: RunConfig, label: str, step: int) -> str:
+    if label == "after" and config.rl is None:
+        return "after SFT"
+    return NAMES[label].format(step=step)
+
+
 def compared(evaluations: Mapping[str, Evaluation]) -> tuple[Comparison | None, str]:
     """Returns the comparison of before and after RL, or why there is none, as after a change of the
-    held-out tasks: a run has its report all the same."""
-    ends = [evaluations[name] for name in ("before RL", "after RL") if name in evaluations]
+    held-out tasks: a run has its report all the same. Without RL, of before and after SFT."""
+    stage = "SFT" if "after SFT" in evaluations else "RL"
+    names = (f"before {stage}", f"after {stage}")
+    ends = [evaluations[name] for name in names if name in evaluations]
     if len(ends) < 2:
         return None, ""
     try:
@@ -96,12 +110,12 @@ def compared(evaluations: Mapping[str, Evaluation]) -> tuple[Comparison | None, 
         return None, str(error)
 
 
-def _evaluated_at(folder: RunFolder, lines: Sequence[Line]) -> dict[str, int]:
+def _evaluated_at(folder: RunFolder, config: RunConfig, lines: Sequence[Line]) -> dict[str, int]:
     """Returns the RL steps before each evaluation, by display name."""
     end = max((line.step + 1 for line in lines if line.stage == "rl"), default=0)
-    at = {"before": 0, "after": end}
+    at = {"start": 0, "before": 0, "after": end}
     return {
-        NAMES[label].format(step=step): at.get(label, step)
+        _name(config, label, step): at.get(label, step)
         for label, step, _ in folder.evaluation_files()
         if label in NAMES
     }
@@ -109,9 +123,12 @@ def _evaluated_at(folder: RunFolder, lines: Sequence[Line]) -> dict[str, int]:
 
 def _evaluated_note(config: RunConfig) -> str:
     start = "after SFT" if config.sft else "of the untrained policy"
-    untold = "; the policy before SFT was not evaluated" if config.sft else ""
+    if config.evaluate.before_sft:
+        start = "before and after SFT"
+    elif config.sft:
+        start += "; the policy before SFT was not evaluated (evaluate.before_sft)"
     level = f"{100 * config.evaluate.confidence:g} % intervals (Wilson)"
-    return f"Step 0: {start}{untold}. Bars: {level}; those of tiers are in the table."
+    return f"Step 0: {start}. Bars: {level}; those of tiers are in the table."
 
 
 def _timings(seconds: Mapping[str, Any], lines: Sequence[Line]) -> dict[str, float]:
@@ -138,11 +155,11 @@ def _records(lines: Sequence[Line]) -> list[dict[str, Any]]:
     ]
 
 
-def _rollouts(folder: RunFolder, store: RunStore) -> list[Rollout]:
-    """Returns failures on held-out tasks after RL, and the best and the worst episode of the first
-    and the last RL step."""
+def _rollouts(folder: RunFolder, store: RunStore, config: RunConfig) -> list[Rollout]:
+    """Returns failures on held-out tasks after training, and the best and the worst episode of the
+    first and the last RL step."""
     steps = [row.step for row in store.steps(folder.id, "rl")]
-    failures = _failures(folder, store)
+    failures = _failures(folder, store, "RL" if config.rl else "SFT")
     if not steps and not failures:
         return []
     from ludus.models.chat.tokenizers import load_tokenizer  # a run without RL needs none
@@ -177,9 +194,11 @@ def _rollouts(folder: RunFolder, store: RunStore) -> list[Rollout]:
     return chosen
 
 
-def _failures(folder: RunFolder, store: RunStore) -> list[tuple[str, Task, Trajectory]]:
-    """Returns label, task and trajectory of a failed held-out episode after RL of each tier, for
-    the tiers with the most failures."""
+def _failures(
+    folder: RunFolder, store: RunStore, last_stage: str
+) -> list[tuple[str, Task, Trajectory]]:
+    """Returns label, task and trajectory of a failed held-out episode after training of each tier,
+    for the tiers with the most failures."""
     failed: dict[str, list[TrajectoryRow]] = {}
     for row in store.trajectories(folder.id, "evaluate/after"):
         if row.failed:
@@ -189,7 +208,7 @@ def _failures(folder: RunFolder, store: RunStore) -> list[tuple[str, Task, Traje
     for tier, rows in most:
         record = store.record(folder.id, rows[0].id, "evaluate/after")
         of = f" of {tier}" if tier else ""
-        label = f"held-out failure after RL, 1 of {len(rows)}{of}"
+        label = f"held-out failure after {last_stage}, 1 of {len(rows)}{of}"
         found.append((label, record.task, record.trajectory))
     return found
 

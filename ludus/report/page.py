@@ -141,7 +141,7 @@ def headline(data: ReportData) -> str:
         return f"{text}: {_points(d)} ({level} {_range(d)}, {_tasks(data.comparison)})."
     if data.evaluations:
         last = list(data.evaluations.values())[-1]
-        why = f" Not compared with before RL: {data.uncompared}" if data.uncompared else ""
+        why = f" Not compared with the start: {data.uncompared}" if data.uncompared else ""
         return f"Success on held-out tasks: {_share(last.success.value)}{_ends(last.success)}.{why}"
     return "No held-out tasks were evaluated in this run."
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,35 @@ def test_sft_alone_then_rl_on_top_of_it(ludus: Ludus) -> None:
     assert stages(ludus) == ["sft", "evaluate/before", "rl", "evaluate/after"]
     versions = [line["train/policy_version"] for line in ludus.metrics() if line["stage"] == "rl"]
     assert versions == [7, 8]
+
+
+def test_what_the_policy_can_do_before_sft_is_evaluated_where_asked(ludus: Ludus) -> None:
+    """In a run that is killed and resumed once; without RL, SFT's gain is the headline."""
+    start = ["evaluate.before_sft=true", "sft.steps=4", "checkpoint.every=1"]
+    kill = "strike('ludus.train.learner:Learner.adapt', 3, 'kill')"
+    assert ludus("train", BABYAI, *start, "rl.steps=2", setup=kill).code == -signal.SIGKILL
+    again = ("train", "--resume", "tiny-1")
+    ludus(*again, "evaluate.before_sft=false").refused(2, "evaluate.before_sft: run tiny-1 is at")
+    ludus(*again).ok()
+    expected = ["evaluate/start", "sft", "evaluate/before", "rl"]
+    assert [name for name in stages(ludus) if name != "evaluate/rl"][:4] == expected
+    lines = {line["stage"]: line for line in ludus.metrics()}
+    assert "evaluate/gain" not in lines["evaluate/start"]
+    gains = lines["evaluate/before"], lines["evaluate/start"]
+    assert gains[0]["evaluate/gain_from"] == gains[1]["evaluate/success"]
+    page = (ludus.run() / "report.html").read_text()
+    assert "Step 0: before and after SFT" in page
+    assert re.search(r'scope="row">before SFT <small>greedy', page)
+    shown = " ".join(ludus("show", "tiny-1").ok().out.split())
+    assert re.search(r"held-out success \d+\.\d % before SFT, \d+\.\d % before RL", shown)
+
+    ludus("train", BABYAI, *start, "rl=null", "name=alone").ok()
+    page = (ludus.run("alone-1") / "report.html").read_text()
+    assert re.search(r"Success on held-out tasks (rose|did not change significantly,) from", page)
+    assert "Success, after SFT" in page
+    ludus("train", BABYAI, "sft=null", "evaluate.before_sft=true").refused(
+        2, "evaluate.before_sft: sft is null"
+    )
 
 
 def test_sft_on_observations_and_rl_with_an_entropy_target(ludus: Ludus) -> None:

@@ -295,7 +295,7 @@ def test_evaluations_that_cannot_be_compared_leave_a_report_that_says_why(data):
     comparison, why = compared({"before RL": before, "after RL": other})
     assert comparison is None
     text = headline(ReportData(name="x", evaluations={"b": before, "a": other}, uncompared=why))
-    assert "Not compared with before RL: the evaluations differ in success_at: 0.5 and 0.9" in text
+    assert "Not compared with the start: the evaluations differ in success_at: 0.5 and 0.9" in text
 
 
 def test_texts_beyond_reason_are_cut_and_counted(tmp_path):

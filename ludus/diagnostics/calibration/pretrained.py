@@ -82,6 +82,8 @@ def _of(
     if config.sft is not None:
         optimizer = config.sft.optimizer.model_copy(update={"lr": start.sft_lr * factor})
         updates["sft"] = config.sft.model_copy(update={"optimizer": optimizer})
+        if config.tasks.heldout is not None:
+            updates["evaluate"] = config.evaluate.model_copy(update={"before_sft": True})
     assert config.rl is not None
     args = {"kl_coefficient": start.kl} if start.kl else {}
     if on_gpu:

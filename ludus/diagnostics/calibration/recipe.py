@@ -247,3 +247,5 @@ def _rl(c: Calibration) -> Iterator[Line]:
 def _evaluate(config: RunConfig) -> Iterator[Line]:
     yield "every", config.evaluate.every, ""
     yield "num_tasks_between", config.evaluate.num_tasks_between, ""  # without it, all
+    if config.evaluate.before_sft:
+        yield "before_sft", True, "what the pretrained model can do already"

@@ -202,7 +202,7 @@ def model_card(
         f"## Training\n\nRun `{folder.id}`, checkpoint `{info.path.name}`{measured}.\n\n"
         + _training(config, info),
         "## Data and environment\n\n" + _data(config),
-        "## Held-out results\n\n" + _results(read_evaluations(folder)),
+        "## Held-out results\n\n" + _results(read_evaluations(folder, config)),
         f"## Configuration\n\n```yaml\n{_settings(config)}```\n",
         "## Versions\n\n" + _versions(folder, config),
     ]

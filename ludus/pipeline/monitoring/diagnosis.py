@@ -84,8 +84,8 @@ def sft_metrics(num_kept: int, num_too_long: int, folder: RunFolder) -> dict[str
 
 
 def gain_metrics(before: Path, result: Evaluation) -> dict[str, float]:
-    """`evaluate/gain` and its interval: the paired difference of success to the evaluation before
-    RL, over the tasks of both; `evaluate/gain_from`: that evaluation's success on them. Empty
+    """`evaluate/gain` and its interval: the paired difference of success to an earlier evaluation,
+    over the tasks of both; `evaluate/gain_from`: that evaluation's success on them. Empty
     without that evaluation."""
     if not before.exists():
         return {}

@@ -167,15 +167,17 @@ def evaluation_line(label: str, step: int, result: Evaluation, last_stage: str) 
     """Returns an evaluation in one line, which begins with its tasks and its time.
 
     Args:
-        label: `before`, `rl` or `after`, of held-out tasks; `sft`, of training tasks.
+        label: `start`, `before`, `rl` or `after`, of held-out tasks; `sft`, of training tasks.
         last_stage: of the run: `sft` or `rl`.
     """
     if label == "sft":
         tasks = f"{result.num_tasks} training tasks{result.remarks}"
         return f"sft.until, step {step}: {result.success} of sampled episodes succeed ({tasks})"
-    when = {"before": "before RL", "after": f"after {last_stage.upper()}"}.get(
-        label, f"step {step}"
-    )
+    when = {
+        "start": "before SFT",
+        "before": "before RL",
+        "after": f"after {last_stage.upper()}",
+    }.get(label, f"step {step}")
     return f"held-out, {when}, {result.sampling}: {result}{_lowest(result)}"
 
 

@@ -175,6 +175,11 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
             "which ignores them: remove them, or set verify to false"
         )
     yield from _unmeasured(config)
+    if config.evaluate.before_sft and config.sft is None:
+        yield (
+            "evaluate.before_sft: sft is null, and the evaluation before RL is that of the start: "
+            "set it to false"
+        )
     settings, defaults = config.rollout, RolloutConfig()
     if not config.tools and settings.tool_calls != defaults.tool_calls:
         yield "rollout.tool_calls: there are no tools to call: set `tools`, or remove it"

@@ -42,6 +42,7 @@ RL: dict[str, Check] = {
 CHECKS: dict[str, dict[str, Check]] = {
     "sft": SFT,
     "rl": RL,
+    "evaluate/start": {"unknown": rollouts.unknown_tokens},
     "evaluate/sft": {},  # read by the next one
     "evaluate/before": {"unknown": rollouts.unknown_tokens, "short": heldout.short_of_target},
     "evaluate/rl": {"memory": heldout.by_heart, "evaluation": heldout.loses},

@@ -55,7 +55,7 @@ def short_of_target(history: History, config: RunConfig) -> Found | None:
 
 def no_gain(history: History, config: RunConfig) -> Found | None:
     """An evaluation is not above that before RL."""
-    if _proves_nothing(config):
+    if config.rl is None or _proves_nothing(config):
         return None
     names = ("gain", "gain_low", "gain_high")
     found = [history.last(f"evaluate/{name}", 1) for name in names]

@@ -40,7 +40,7 @@ def step_of(store: RunStore, run_id: str, place: str) -> tuple[str, int] | None:
 
 def newest_evaluation(store: RunStore, run: RunRow) -> tuple[str, int] | None:
     """Returns stage and step of the newest evaluation on held-out tasks; None: there is none."""
-    for stage in ("evaluate/after", "evaluate/rl", "evaluate/before"):
+    for stage in ("evaluate/after", "evaluate/rl", "evaluate/before", "evaluate/start"):
         if stage in run.stages:
             return stage, run.stages[stage]
     return None
@@ -88,9 +88,11 @@ def render_failures(store: RunStore, run: RunRow) -> list[RenderableType]:
     if not failures:
         return []
     stage, step = at
-    when = {"evaluate/before": "before RL", "evaluate/rl": f"at RL step {step}"}.get(
-        stage, "after RL" if run.config.get("rl") else "after SFT"
-    )
+    when = {
+        "evaluate/start": "before SFT",
+        "evaluate/before": "before RL",
+        "evaluate/rl": f"at RL step {step}",
+    }.get(stage, "after RL" if run.config.get("rl") else "after SFT")
     parts: list[RenderableType] = [
         rule(f"held-out failures {when}: {len(failures):,} of {counted(len(rows), 'episode')}")
     ]

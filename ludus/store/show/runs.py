@@ -119,14 +119,16 @@ def render_run(store: RunStore, run_id: str, *, metrics: bool = False) -> Render
 
 
 def _heldout(store: RunStore, run: RunRow) -> str:
-    """Success on held-out tasks before RL and in the newest evaluation since, with the gain on the
-    tasks of both; empty where none was evaluated."""
+    """Success on held-out tasks before SFT, before RL and in the newest evaluation since, with the
+    gain on the tasks of both; empty where none was evaluated."""
     found = {
         label: steps[-1]
-        for label in ("before", "rl", "after")
+        for label in ("start", "before", "rl", "after")
         if (steps := store.steps(run.id, f"evaluate/{label}"))
     }
     told = []
+    if start := found.get("start"):
+        told.append(f"{_percent(start.metrics.get('evaluate/success'))} before SFT")
     if before := found.get("before"):
         told.append(f"{_percent(before.metrics.get('evaluate/success'))} before RL")
     if newest := found.get("after") or found.get("rl"):
