@@ -69,9 +69,6 @@ MORE_SIGNAL = 0.15
 SIGNAL = 0.5
 """Share of groups with different rewards at which a higher temperature is not needed."""
 
-LONGEST_STEP_S = 5.0
-"""Seconds of an RL step above which it has fewer groups: many steps beat large ones."""
-
 SFT_TOKENS, SFT_TOKENS_PRETRAINED = 2560, 8192
 """Most tokens of a step of SFT. Small steps teach a model from scratch more from the same tokens
 (docs/log.md, *Small steps of SFT*), but not below 2,000: of sums that are written out, 32 of 72
@@ -183,13 +180,6 @@ def episodes_per_step(lengths: Lengths, most: int, from_scratch: bool = True) ->
     while number > fewest and number * lengths.episode_mean > tokens:
         number //= 2
     return number
-
-
-def groups(step_s: float, groups_per_step: int) -> int:
-    """Groups of a step, so few that a step takes LONGEST_STEP_S; at least 8."""
-    while groups_per_step > 8 and step_s * groups_per_step / 32 > LONGEST_STEP_S:
-        groups_per_step //= 2
-    return groups_per_step
 
 
 TARGET_KL = 0.003

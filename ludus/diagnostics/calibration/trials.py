@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, cast
 
 from ludus.backends.local import LocalBackend
 from ludus.config.schema import RunConfig
-from ludus.config.training import SFTConfig, SFTUntilConfig
+from ludus.config.training import RLConfig, SFTConfig, SFTUntilConfig
 from ludus.core.errors import ConfigError
 from ludus.core.types import Group, Status
 from ludus.data.conversations import Conversation, replay_all
@@ -82,6 +83,9 @@ GROUPS_S = 5.0
 
 FEW_GROUPS = 4
 """The same in a slow environment."""
+
+LONGEST_STEP_S = 5.0
+"""Seconds of an RL step above which it has fewer groups: many steps beat large ones."""
 
 LONG_S = 20.0
 """Seconds of 8 groups above which FEW_GROUPS are played."""
@@ -377,15 +381,43 @@ async def _rl(
         if time.perf_counter() > until:
             break  # the time of all trials is over
     number = rl.groups_per_step if slow else affordable(trial, run_.config, rl.groups_per_step)
+    trial.rl_step_s = await time_rl(
+        partial(_seconds_a_group, run_, trial, until), number, until, rl
+    )
+    trial.eval_s *= trial.growth
+
+
+async def time_rl(
+    seconds_a_group: Callable[[int], Awaitable[float]], number: int, until: float, rl: RLConfig
+) -> float:
+    """Seconds of a step of RL with the groups of `rl`, by steps with `number` of them. Where the
+    recipe will have fewer, because a step takes long, by steps with so many: few take longer each.
+    """
+    group_s = await seconds_a_group(number)
+    fewer = groups_of(group_s * rl.groups_per_step, rl.groups_per_step)
+    if fewer < number and time.perf_counter() < until:
+        group_s = await seconds_a_group(fewer)
+    return group_s * rl.groups_per_step
+
+
+def groups_of(step_s: float, groups_per_step: int) -> int:
+    """Groups of a step, so few that a step takes LONGEST_STEP_S; at least 8."""
+    while groups_per_step > 8 and step_s * groups_per_step / 32 > LONGEST_STEP_S:
+        groups_per_step //= 2
+    return groups_per_step
+
+
+async def _seconds_a_group(run_: Run, trial: Trial, until: float, number: int) -> float:
+    """Seconds of a step of RL with so many groups, over that number, when RL begins."""
+    rl = run_.config.rl
+    assert rl is not None
     smaller = rl.model_copy(update={"groups_per_step": number})
     timed = replace(run_, config=run_.config.model_copy(update={"rl": smaller}))
     stage, metrics = rl_stage(timed), _Metrics()
     await _steps(timed, stage, metrics, 0, 1)
     if time.perf_counter() < until:
         await _steps(timed, stage, metrics, 1, 1 + RL_STEPS)
-    step_s = trial.growth * metrics.mean("time/step_s", RL_STEPS) + KEPT_S * number * rl.group_size
-    trial.rl_step_s = step_s * rl.groups_per_step / number
-    trial.eval_s *= trial.growth
+    return trial.growth * metrics.mean("time/step_s", RL_STEPS) / number + KEPT_S * rl.group_size
 
 
 def affordable(trial: Trial, config: RunConfig, most: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from ludus.config.schema import RunConfig, TasksConfig
 from ludus.core.types import Spec
 from ludus.diagnostics.calibration import choices
-from ludus.diagnostics.calibration.trials import Trial, at_dtype
+from ludus.diagnostics.calibration.trials import Trial, at_dtype, groups_of
 
 MAX_DEMONSTRATIONS = 6000
 """Most demonstrations of a recipe."""
@@ -84,7 +84,7 @@ def with_choices(
     wanted = max(2 * (expected or 10**6) * config.sft.episodes_per_step, 1000)
     demonstrated = num_train - choices.undemonstrated(num_train)
     number = int(min(MAX_DEMONSTRATIONS, demonstrated, max(for_seconds, 64), wanted))
-    groups = choices.groups(trial.rl_step_s, config.rl.groups_per_step)
+    groups = groups_of(trial.rl_step_s, config.rl.groups_per_step)
     trial = replace(trial, rl_step_s=trial.rl_step_s * groups / config.rl.groups_per_step)
     tasks, evaluations_s = fewer_heldout(
         config.tasks, trial.eval_s / (until.num_tasks * until.samples_per_task), minutes

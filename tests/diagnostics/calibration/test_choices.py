@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
+from ludus.config.training import RLConfig
 from ludus.core.types import Message
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import choices
 from ludus.diagnostics.calibration.choices import Lengths
 from ludus.diagnostics.calibration.episodes import success_of_one_answer
-from ludus.diagnostics.calibration.trials import Trial
+from ludus.diagnostics.calibration.trials import Trial, groups_of, time_rl
 from ludus.pipeline.sft_end import LEAST_UNSEEN
 
 LENGTHS = Lengths(
@@ -113,9 +115,29 @@ def test_a_temperature_rises_only_where_groups_are_alike() -> None:
 
 
 def test_a_slow_step_has_fewer_groups() -> None:
-    assert choices.groups(2.0, 32) == 32
-    assert choices.groups(9.0, 32) == 16
-    assert choices.groups(300.0, 32) == 8
+    assert groups_of(2.0, 32) == 32
+    assert groups_of(9.0, 32) == 16
+    assert groups_of(300.0, 32) == 8
+
+
+@pytest.mark.parametrize(
+    ("overhead_s", "measured"), [(0.0, [16]), (4.0, [16, 8])], ids=["fast", "slow"]
+)
+async def test_a_step_is_timed_with_the_groups_that_it_will_have(
+    overhead_s: float, measured: list[int]
+) -> None:
+    asked = []
+
+    async def seconds_a_group(number: int) -> float:
+        asked.append(number)
+        return 0.1 + overhead_s / number
+
+    step_s = await time_rl(seconds_a_group, 16, math.inf, RLConfig(groups_per_step=32))
+    assert asked == measured
+    assert step_s == pytest.approx(32 * (0.1 + overhead_s / measured[-1]))
+    assert groups_of(step_s, 32) == (32 if overhead_s == 0 else 8)
+    await time_rl(seconds_a_group, 16, 0.0, RLConfig(groups_per_step=32))
+    assert asked[len(measured) :] == [16], "the time of the trials is over"
 
 
 def test_the_minutes_are_divided() -> None:
