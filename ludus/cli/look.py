@@ -62,8 +62,8 @@ def show(
         str | None,
         typer.Argument(
             metavar="ID",
-            help="A trajectory's id: show its rollout. That of a step, for example rl-000010 or "
-            "evaluate/after-000000, or of a group: list its episodes.",
+            help="A trajectory's id: show its rollout. A stage (evaluate/after: its last step), a "
+            "step (rl-10) or a group (rl-10/g3): list its episodes.",
         ),
     ] = None,
     failed: Annotated[
@@ -79,12 +79,12 @@ def show(
     store: StoreUrl = None,
 ) -> None:
     """Show a run, a list of its episodes, or one rollout with its trained tokens marked."""
-    from ludus.store.show import render_run, render_step, render_trajectory, step_of
+    from ludus.store.show import place_of, render_run, render_step, render_trajectory
 
     if metrics and (failed or id):
         raise ConfigError("--metrics has no effect beside an id or --failed: leave one out")
     with open_store(runs_dir, store) as opened, recorded(run, runs_dir):
-        is_list = id is None or step_of(opened, run, id) is not None
+        is_list = id is None or place_of(opened, run, id) is not None
         if failed and not is_list:
             raise ConfigError(f"--failed has no effect beside a trajectory ({id}): leave it out")
         if failed or (id is not None and is_list):

@@ -14,12 +14,12 @@ from ludus.core.errors import ConfigError, StoreError
 from ludus.core.types import WITHOUT_TURN, Group, Message, Segment, Status, Task, Trajectory
 from ludus.store import RunStore
 from ludus.store.show import (
+    place_of,
     render_run,
     render_runs,
     render_step,
     render_trajectory,
     render_turns,
-    step_of,
 )
 
 
@@ -201,7 +201,7 @@ def test_failures_of_the_newest_evaluation_are_counted_and_listed(local: RunStor
     assert "g0002: 1 episode, 0 failed" in title
     assert "task/2" in one
     local.record_step("run-1", "rl", 0, make_groups(0), {})
-    with pytest.raises(ConfigError, match=r"no episodes at rl-000003: step 0 is the last of rl"):
+    with pytest.raises(ConfigError, match=r"no episodes at rl-000003: the last step of rl is 0"):
         render_step(local, "run-1", "rl-000003")
 
 
@@ -216,7 +216,7 @@ def test_many_numbers_of_turns_are_counted_by_powers_of_two(local: RunStore) -> 
 def test_an_evaluation_that_is_missing_is_told(local: RunStore) -> None:
     with pytest.raises(ConfigError, match="has no evaluation on held-out tasks: name a step"):
         render_step(local, "run-1", None, failures=True)
-    assert step_of(local, "run-1", "rl-000003") is None
+    assert place_of(local, "run-1", "rl-000003") is None
 
 
 def test_metrics_that_are_few_of_many(local: RunStore) -> None:

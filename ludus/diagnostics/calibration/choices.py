@@ -111,6 +111,16 @@ RL_FALLS = 0.9
 """Mean seconds of a step of RL over those of the first steps: where success rises, episodes are
 shorter, and fewer groups have different rewards (0.6 to 1.2 in docs/benchmarks/init.md's runs)."""
 
+SOLVED = 0.9
+"""Success of SFT alone in the trial above which RL has little to add."""
+
+NEARLY_ALL = 0.95
+"""Success at which SFT ends there. A warehouse whose SFT ended at 43 % went from 58.0 to 98.7 % in
+450 steps of RL; 400 steps of SFT alone, in a quarter of the time, reached 99.9 %."""
+
+BEYOND = 0.7
+"""Success of the trial's policy above which it is not the one that RL begins with."""
+
 TARGET = 0.4
 """Success of sampled episodes at which RL begins, where random actions, or one answer to all tasks,
 never succeed."""
@@ -212,6 +222,12 @@ def target(chance: float) -> float:
     return round(chance + TARGET * (1 - chance), 2)
 
 
+def target_after(trial: Trial, success: float) -> float:
+    """The target, or NEARLY_ALL where SFT alone has solved the tasks in the trial."""
+    solved = bool(trial.curve) and trial.curve[-1][1] >= SOLVED
+    return max(success, NEARLY_ALL) if solved else success
+
+
 def measure_every(trial: Trial, success: float, share: float = MEASURED) -> int:
     """Steps of SFT between measurements that take a `share` of its time; fewer where the trial
     reached `success` in fewer steps."""
@@ -268,8 +284,11 @@ def affordable_heldout(given: int, episode_s: float, minutes: float) -> int:
 
 def temperature(trial: Trial) -> float:
     """The lowest temperature at which half of the groups have different rewards; else the one with
-    the most, unless it costs a third of the success or brings less than MORE_SIGNAL."""
+    the most, unless it costs a third of the success or brings less than MORE_SIGNAL. Where most
+    episodes succeed, groups are alike for that reason, and RL begins before: the lowest."""
     plain = min(trial.signal, default=1.0)
+    if trial.success.get(plain, 0.0) >= BEYOND:
+        return plain
     enough = [t for t, share in sorted(trial.signal.items()) if share >= SIGNAL]
     if enough or not trial.signal:
         return min(enough, default=plain)

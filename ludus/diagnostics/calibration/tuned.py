@@ -78,6 +78,8 @@ def with_choices(
     assert config.rl is not None
     until = config.sft.until
     assert until is not None
+    success = choices.target_after(trial, until.success)
+    until = until.model_copy(update={"success": success})
     num_train = num_tasks_of(config.tasks.train)
     for_seconds = DEMONSTRATIONS_SHARE * 60 * minutes * episodes_per_s
     expected = choices.expected_sft(trial, until.success)

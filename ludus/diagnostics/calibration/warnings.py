@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from ludus.core.errors import counted
-from ludus.diagnostics.calibration.choices import MAX_CONTEXT, Lengths, is_expected
+from ludus.diagnostics.calibration.choices import MAX_CONTEXT, SOLVED, Lengths, is_expected
 from ludus.diagnostics.calibration.episodes import Expert, RandomEpisode
 from ludus.diagnostics.calibration.trials import Trial
 from ludus.envs.checks.outcomes import needless_thread
@@ -24,9 +24,6 @@ LARGE = 100.0
 
 TOO_LONG = 0.15
 """Share of the expert's episodes over the limit of turns above which it is told."""
-
-SOLVED = 0.9
-"""Success of SFT alone above which RL has little to add."""
 
 ENOUGH = 10
 """Episodes of random actions from which something follows, where others failed."""
@@ -267,8 +264,8 @@ def of_trial(
             return
         yield (
             f"{success:.0%} of the sampled episodes succeed after {step} steps of SFT, which "
-            "leaves RL little to add: "
-            f"{other_tasks('harder', source, levels)}, or train with SFT alone"
+            f"leaves RL little to add, so SFT goes on until {target:.0%} succeed: "
+            f"{other_tasks('harder', source, levels)} for RL to learn from"
         )
     elif not is_expected(trial, target, steps):
         yield (

@@ -55,6 +55,7 @@ class _Found:
     steps: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
     endless: list[str] = field(default_factory=list)
+    last_actions: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
@@ -131,6 +132,7 @@ def _judge(subject: Subject, episode: _Episode, found: _Found) -> None:
     task, total = episode.outcome.task, episode.outcome.reward
     low, high = episode.bounds
     if not episode.outcome.done:
+        found.last_actions = found.last_actions or episode.actions[-2:]
         found.endless.append(task.id)
         return
     if math.isfinite(total) and not low - 1e-9 <= total <= high + 1e-9:
@@ -160,7 +162,9 @@ def _tell(subject: Subject, player: Player, found: _Found, num_ended: int) -> No
         else:
             text = f"none of {steps} returned terminated or truncated{_others(found.endless)}"
             ends = "the step that ends the episode has to"
-            subject.error("expert", f"{found.endless[0]}: {text}: {ends}")
+            last = ", then ".join(f"{action!r:.40}" for action in found.last_actions)
+            told_last = f" (the expert's last actions: {last})" if last else ""
+            subject.error("expert", f"{found.endless[0]}: {text}: {ends}{told_last}")
     if found.changes:
         subject.note("expert", f"{found.changes[0]}{_others(found.changes)}")
     if found.lost:

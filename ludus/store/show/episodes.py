@@ -26,23 +26,46 @@ EXACT = 10
 """Different numbers of turns that have a row each; where there are more, a row has those to the
 next power of two."""
 
-PLACE = re.compile(r"(?P<stage>.+)-(?P<step>\d{6})(?:/g\d+)?")
-"""The id of a step or of a group; that of a trajectory goes on."""
+PLACE = re.compile(r"(?P<stage>.+?)(?:-(?P<step>\d{1,9})(?:/g(?P<group>\d{1,9}))?)?")
+"""The id of a step or of a group, or a stage for its last step; that of a trajectory goes on."""
+
+SAID = 5
+"""Last messages of failures that are counted."""
+
+MOST_READ = 2000
+"""Episodes of an evaluation above which their messages are not read."""
 
 
-def step_of(store: RunStore, run_id: str, place: str) -> tuple[str, int] | None:
-    """Returns stage and step of the id of a step or group; None where the run has none such."""
-    found = PLACE.fullmatch(place)
-    if found is None or found["stage"] not in store.run(run_id).stages:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A step, or a group of it."""
+
+    stage: str
+    step: int
+    group: int | None = None
+
+    def __str__(self) -> str:
+        step = f"{self.stage}-{self.step:06d}"
+        return step if self.group is None else f"{step}/g{self.group:04d}"
+
+
+def place_of(store: RunStore, run_id: str, text: str) -> Place | None:
+    """Returns the place that an id names; None where the run has no such stage."""
+    stages = store.run(run_id).stages
+    found = PLACE.fullmatch(text)
+    if found is None or found["stage"] not in stages:
         return None
-    return found["stage"], int(found["step"])
+    if found["step"] is None:
+        return Place(found["stage"], stages[found["stage"]])
+    group = found["group"]
+    return Place(found["stage"], int(found["step"]), None if group is None else int(group))
 
 
-def newest_evaluation(store: RunStore, run: RunRow) -> tuple[str, int] | None:
-    """Returns stage and step of the newest evaluation on held-out tasks; None: there is none."""
+def newest_evaluation(run: RunRow) -> Place | None:
+    """Returns the newest evaluation on held-out tasks; None: there is none."""
     for stage in ("evaluate/after", "evaluate/rl", "evaluate/before", "evaluate/start"):
         if stage in run.stages:
-            return stage, run.stages[stage]
+            return Place(stage, run.stages[stage])
     return None
 
 
@@ -58,41 +81,39 @@ def render_step(
     Errors: UnknownName for a run; ConfigError for a place without an episode.
     """
     run = store.run(run_id)
-    at = newest_evaluation(store, run) if place is None else step_of(store, run_id, place)
+    at = newest_evaluation(run) if place is None else place_of(store, run_id, place)
     if at is None:
         raise ConfigError(f"run {run_id} has no evaluation on held-out tasks: name a step")
     rows = [
         row
-        for row in store.trajectories(run_id, *at)
-        if place is None or "/g" not in place or row.id.startswith(f"{place}/")
+        for row in store.trajectories(run_id, at.stage, at.step)
+        if at.group is None or row.id.startswith(f"{at}/")
     ]
     if not rows:
-        last = run.stages[at[0]]
         raise ConfigError(
-            f"run {run_id} has no episodes at {place}: step {last} is the last of {at[0]}"
+            f"run {run_id} has no episodes at {at}: the last step of {at.stage} is "
+            f"{run.stages[at.stage]}"
         )
     chosen = [row for row in rows if row.failed] if failures else rows
-    title = place or f"{at[0]}-{at[1]:06d}"
-    told = f"{title}: {counted(len(rows), 'episode')}, {sum(row.failed for row in rows):,} failed"
+    told = f"{at}: {counted(len(rows), 'episode')}, {sum(row.failed for row in rows):,} failed"
     return Group(rule(told), trajectory_table(chosen)) if chosen else rule(told)
 
 
 def render_failures(store: RunStore, run: RunRow) -> list[RenderableType]:
     """Returns the failures of the newest evaluation: by tier and by turns where they differ, and
     the first of them; empty where nothing failed."""
-    at = newest_evaluation(store, run)
+    at = newest_evaluation(run)
     if at is None:
         return []
-    rows = [row for row in store.trajectories(run.id, *at) if row.reward is not None]
+    rows = [row for row in store.trajectories(run.id, at.stage, at.step) if row.reward is not None]
     failures = [row for row in rows if row.failed]
     if not failures:
         return []
-    stage, step = at
     when = {
         "evaluate/start": "before SFT",
         "evaluate/before": "before RL",
-        "evaluate/rl": f"at RL step {step}",
-    }.get(stage, "after RL" if run.config.get("rl") else "after SFT")
+        "evaluate/rl": f"at RL step {at.step}",
+    }.get(at.stage, "after RL" if run.config.get("rl") else "after SFT")
     parts: list[RenderableType] = [
         rule(f"held-out failures {when}: {len(failures):,} of {counted(len(rows), 'episode')}")
     ]
@@ -100,11 +121,26 @@ def render_failures(store: RunStore, run: RunRow) -> list[RenderableType]:
         table = _shares(name, rows, key)
         if len(table) > 1:
             parts += [make_table((name, "episodes", "failed", "share", "their ends"), table)]
+    if len(rows) <= MOST_READ and (said := _last_messages(store, run.id, at)):
+        parts.append(make_table(("their last message", "failed"), said))
     parts.append(trajectory_table(list(islice(failures, NEWEST))))
     if len(failures) > NEWEST:
         hint = f"ludus show {run.id} --failed lists all {len(failures):,}"
         parts.append(Text(hint, "dim"))
     return parts
+
+
+def _last_messages(store: RunStore, run_id: str, at: Place) -> list[tuple[str, str]]:
+    """The environment's last messages of failed episodes, the most frequent first; empty where
+    each is different."""
+    counts: Counter[str] = Counter()
+    for record in store.records(run_id, at.stage, at.step):
+        last = record.trajectory.segments[-1:] if record.row.failed else []
+        for message in (s.message for s in last if s.message and not s.sampled):
+            text = " ".join(message.content.split())
+            counts[text if len(text) <= 60 else f"{text[:59]}…"] += 1
+    found = counts.most_common(SAID)
+    return [(text, f"{count:,}") for text, count in found] if found and found[0][1] > 1 else []
 
 
 def _shares(

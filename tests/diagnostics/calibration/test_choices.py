@@ -107,7 +107,7 @@ def test_a_temperature_rises_only_where_groups_are_alike() -> None:
         return choices.temperature(Trial(signal=signal, success=success))
 
     assert of({1.0: 0.6, 1.2: 0.9}, {1.0: 0.3, 1.2: 0.3}) == 1.0
-    assert of({1.0: 0.2, 1.2: 0.4}, {1.0: 0.9, 1.2: 0.8}) == 1.2
+    assert of({1.0: 0.2, 1.2: 0.4}, {1.0: 0.6, 1.2: 0.5}) == 1.2
     assert of({1.0: 0.2, 1.2: 0.4}, {1.0: 0.3, 1.2: 0.1}) == 1.0  # it costs too much success
     assert of({1.0: 0.125, 1.2: 0.16}, {1.0: 0.02, 1.2: 0.02}) == 1.0  # chance
     assert of({1.0: 0.0, 1.2: 0.0}, {1.0: 0.0, 1.2: 0.0}) == 1.0
@@ -215,3 +215,16 @@ def test_sft_is_measured_rarely_enough() -> None:
     assert choices.measure_every(Trial(eval_s=1.0, sft_step_s=0.1), 0.4) == 30
     soon = Trial(eval_s=1.0, sft_step_s=0.1, curve=[(20, 0.5)])
     assert choices.measure_every(soon, 0.4) == 10  # it was reached in 20 steps
+
+
+def test_sft_goes_on_where_it_solves_the_tasks_alone() -> None:
+    assert choices.target_after(Trial(curve=[(82, 0.27), (132, 0.91)]), 0.43) == 0.95
+    assert choices.target_after(Trial(curve=[(82, 0.27), (132, 0.91)]), 0.97) == 0.97
+    assert choices.target_after(Trial(curve=[(82, 0.91), (132, 0.85)]), 0.43) == 0.43
+    assert choices.target_after(Trial(), 0.43) == 0.43
+
+
+def test_groups_that_are_alike_by_success_leave_the_temperature() -> None:
+    signal = {1.0: 0.2, 1.2: 0.6}
+    assert choices.temperature(Trial(signal=signal, success={1.0: 0.9, 1.2: 0.85})) == 1.0
+    assert choices.temperature(Trial(signal=signal, success={1.0: 0.6, 1.2: 0.55})) == 1.2
