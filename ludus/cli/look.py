@@ -86,7 +86,11 @@ def show(
     with open_store(runs_dir, store) as opened, recorded(run, runs_dir):
         is_list = id is None or place_of(opened, run, id) is not None
         if failed and not is_list:
-            raise ConfigError(f"--failed has no effect beside a trajectory ({id}): leave it out")
+            stages = ", ".join(opened.run(run).stages) or "none"
+            raise ConfigError(
+                f"--failed needs a stage, a step or a group, not {id!r:.60}: the run's stages are "
+                f"{stages}"
+            )
         if failed or (id is not None and is_list):
             show_on_screen(render_step(opened, run, id, failures=failed))
         elif id is None:

@@ -167,7 +167,7 @@ def _one_plugin(
             parts.append(Text(f"Plug-in for {', '.join(paths)}:\n", style="bold"))
             parts.append(_plugin_shown(plugin(registry, name)))
         known += registry.names()
-    if not parts and ":" in name:
+    if not parts and ":" in name.strip(":"):
         registry = _outside(name, registries)
         registry.arguments(name)  # raises where it cannot be read
         parts.append(_plugin_shown(plugin(registry, name)))
@@ -179,7 +179,8 @@ def _one_plugin(
         parts = _of_argument(name, registries)
     if not parts:
         near = near or ": `ludus config` lists all keys"
-        raise ConfigError(f"{name} is not a key, a section or a plug-in{near}")
+        shown = name if name.strip(".: ") else repr(name)
+        raise ConfigError(f"{shown} is not a key, a section or a plug-in{near}")
     return Group(*parts)
 
 
@@ -190,6 +191,8 @@ def _of_argument(name: str, registries: Registries) -> list[RenderableType]:
     argument, parts = name.rpartition(".")[2], list[RenderableType]()
     grouped = _by_registry(registries)
     of_path = [g for g in grouped if any(name.startswith(f"{path}.") for path in g[0])]
+    if "." in name and not of_path:
+        return []
     # Those of back ends import what takes seconds, so they come last.
     for paths, registry in of_path or sorted(grouped, key=lambda g: "backend" in g[0]):
         if parts and "backend" in paths:

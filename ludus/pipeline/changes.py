@@ -45,6 +45,13 @@ def refuse_changes(
                 f"evaluate.before_sft: run {folder.id} is at {newest.path.name}, so the change has "
                 "no effect: leave it out, or start a new run"
             )
+        training = [key for key in changes if key.startswith("rl.") and key not in of_rl]
+        if training and config.rl and newest.stage == "rl" and newest.step >= steps:
+            raise ConfigError(
+                f"{', '.join(training)}: RL of run {folder.id} has ended (after step "
+                f"{newest.step}), so the change has no effect: leave it out, give more rl.steps "
+                "or start a new run"
+            )
     of_sft = [key for key in changes if key.partition(".")[0] == "sft"]
     if of_sft and (why := _after_sft(folder, before, config)):
         raise ConfigError(

@@ -182,6 +182,13 @@ def test_a_key_is_found_by_its_end_or_section(name: str, keys: set[str]):
     assert all(f".{name}." in f"{key}." for key in shown - {"key"})
 
 
+def test_an_argument_under_an_unknown_section_is_refused():
+    with pytest.raises(ConfigError, match=r"^coevolve.entropy_target is not a key"):
+        show_reference("coevolve.entropy_target", {"rl.algorithm": ALGORITHMS})
+    with pytest.raises(ConfigError, match=r"^'' is not a key"):
+        show_reference("", {"rl.algorithm": ALGORITHMS})
+
+
 def test_an_argument_of_plugins_is_found_by_its_name():
     """Also under the key where a reader of the documentation looks for it."""
 

@@ -186,6 +186,9 @@ def test_what_cannot_be_resumed_is_refused(ludus: Ludus, reference: Ludus) -> No
     ludus("train", "--resume", "tiny-1", "rl.steps=3").refused(
         2, "rl.steps: run tiny-1 is at RL step 5, so 3 has no effect", "new run"
     )
+    ludus("train", "--resume", "tiny-1", "rl.epochs=2", "rl.minibatches=2").refused(
+        2, "rl.epochs, rl.minibatches: RL of run tiny-1 has ended (after step 5)", "new run"
+    )
     assert ludus.status() == "completed"
     assert_same(ludus, reference)
     ludus(*more, "tasks.train.args.num_tasks=65").refused(1, "another task list")

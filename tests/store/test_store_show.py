@@ -205,6 +205,65 @@ def test_failures_of_the_newest_evaluation_are_counted_and_listed(local: RunStor
         render_step(local, "run-1", "rl-000003")
 
 
+def test_what_failed_episodes_were_told_last_is_counted(local: RunStore) -> None:
+    groups = evaluated(16, 4)
+    for number, group in enumerate(groups):
+        text = "no such\nbin" if number % 8 == 1 else f"step {number}"
+        said = Segment(len(group.trajectories[0].segments) - 1, [], None, Message(role="user", content=text))
+        group.trajectories[0].segments.append(said)
+    local.record_step("run-1", "evaluate/after", 0, groups, {})
+    lines = [" ".join(x.split()) for x in text_of(render_run(local, "run-1"), 140).splitlines()]
+    assert lines[lines.index("their last message failed") + 1] == "no such bin 2"
+
+
+def test_roles_without_a_turn_are_no_episodes(local: RunStore) -> None:
+    groups = evaluated(2, 2)
+    silent = Trajectory("evaluate/after-000000/g0001/e000/b", "g", "task/1", [], reward=0.0)
+    silent.dropped, silent.status = WITHOUT_TURN, Status.COMPLETED
+    groups.append(Group("g", Task(id="task/1"), [silent]))
+    local.record_step("run-1", "evaluate/after", 0, groups, {})
+    assert "SFT: 1 of 2 episodes" in text_of(render_run(local, "run-1"), width=140)
+    assert ": 2 episodes, 1 failed" in text_of(render_step(local, "run-1", "evaluate/after"))
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("evaluate/after", "evaluate/after-000000"),
+        ("evaluate/after-0", "evaluate/after-000000"),
+        ("evaluate/after-0/g3", "evaluate/after-000000/g0003"),
+        ("evaluate/after-000000/g0003/e000", "None"),
+        ("evaluate", "None"),
+        ("evaluate/after-\u0660", "None"),
+        ("", "None"),
+    ],
+)
+def test_places_by_their_ids(local: RunStore, text: str, place: str) -> None:
+    local.record_step("run-1", "evaluate/after", 0, evaluated(4, 2), {})
+    assert str(place_of(local, "run-1", text)) == place
+
+
+def test_a_group_that_is_missing_is_told_with_those_that_there_are(local: RunStore) -> None:
+    local.record_step("run-1", "evaluate/after", 0, evaluated(4, 2), {})
+    with pytest.raises(ConfigError, match=r"at evaluate/after-000000/g0009: .* g0000 to g0003"):
+        render_step(local, "run-1", "evaluate/after-0/g9")
+
+
+def test_a_narrow_terminal_folds_what_it_cannot_show(local: RunStore) -> None:
+    local.record_step("run-1", "evaluate/after", 0, evaluated(2, 2), {})
+    shown = text_of(render_step(local, "run-1", "evaluate/after"), width=30)
+    assert "".join("".join(line[:10].split()) for line in shown.splitlines()).count("g0001") == 1
+    assert "turns" in "".join(shown.split())
+
+
+def test_a_resumed_run_has_its_new_configuration(local: RunStore) -> None:
+    local.finish_run("run-1", "completed")
+    local.reopen_run("run-1", {"rl": {"steps": 2}})
+    assert local.run("run-1").config == {"rl": {"steps": 2}}
+    local.reopen_run("run-1")
+    assert local.run("run-1").config == {"rl": {"steps": 2}}
+
+
 def test_many_numbers_of_turns_are_counted_by_powers_of_two(local: RunStore) -> None:
     local.record_step("run-1", "evaluate/rl", 40, evaluated(72, 12), {})
     shown = text_of(render_run(local, "run-1"), width=140)

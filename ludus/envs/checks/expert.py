@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ludus.core.errors import EpisodeTimeout, counted
+from ludus.core.errors import EpisodeTimeout, counted, printable
 from ludus.core.modules import told
 from ludus.core.types import Message, Task
 from ludus.envs.base import NoExpert, limits_of
@@ -43,7 +43,7 @@ class _Episode:
     def ending(self) -> str:
         """What happens in an episode that does not win, in words."""
         if self.error is not None:
-            return f"a step raises {told(self.error, 100)}"
+            return f"a step raises {' '.join(printable(told(self.error, 100)).split())}"
         return "the expert loses" if self.outcome.done else "the episode does not end"
 
 
@@ -73,7 +73,16 @@ async def check_expert(subject: Subject, player: Player) -> None:
             continue
         outcomes.append(episode.outcome)
         before = subject.played.get(number, episode.actions)
-        if before != episode.actions:
+        if (
+            before != episode.actions
+            and episode.steps
+            and await _same_without(player, task, before)
+        ):
+            found.steps.append(
+                f"{task.id}: with the lines of expert_steps ({episode.steps!r:.60}) before its "
+                "action the episode takes another way than without them"
+            )
+        elif before != episode.actions:
             change = expert_change(before, episode.actions)
             found.changes.append(f"{task.id}, played twice: {change}")
         _judge(subject, episode, found)
@@ -96,6 +105,11 @@ async def _episode(player: Player, task: Task, found: _Found) -> _Episode:
     if episode.error is not None:
         raise episode.error
     return episode
+
+
+async def _same_without(player: Player, task: Task, actions: list[str]) -> bool:
+    """True if the expert takes these actions where the lines of `expert_steps` are left out."""
+    return (await _play(player, task, with_steps=False)).actions == actions
 
 
 async def _play(player: Player, task: Task, *, with_steps: bool) -> _Episode:
@@ -161,10 +175,14 @@ def _tell(subject: Subject, player: Player, found: _Found, num_ended: int) -> No
             subject.note("expert", f"{found.endless[0]}: {text}; its end was not checked")
         else:
             text = f"none of {steps} returned terminated or truncated{_others(found.endless)}"
-            ends = "the step that ends the episode has to"
             last = ", then ".join(f"{action!r:.40}" for action in found.last_actions)
-            told_last = f" (the expert's last actions: {last})" if last else ""
-            subject.error("expert", f"{found.endless[0]}: {text}: {ends}{told_last}")
+            last = f" (the expert's last actions: {last})"
+            if num_ended:  # so a step can end it: the expert does not get there
+                text = f"the expert does not end the episode in {steps}{_others(found.endless)}"
+                subject.note("expert", f"{found.endless[0]}: {text}{last}")
+            else:
+                ends = "the step that ends the episode has to"
+                subject.error("expert", f"{found.endless[0]}: {text}: {ends}{last}")
     if found.changes:
         subject.note("expert", f"{found.changes[0]}{_others(found.changes)}")
     if found.lost:

@@ -42,7 +42,9 @@ class Finding:
         """`sft`; `rl step 12`; `evaluation at step 40`; `evaluation after RL`."""
         if self.stage.startswith("evaluate/"):
             label = self.stage.removeprefix("evaluate/")
-            return f"evaluation at step {self.step}" if label == "rl" else f"evaluation {label} RL"
+            if label == "rl":
+                return f"evaluation at step {self.step}"
+            return "evaluation before SFT" if label == "start" else f"evaluation {label} RL"
         return f"{self.stage} step {self.step}"
 
     def __str__(self) -> str:
@@ -60,6 +62,9 @@ class Found:
 
 Check = Callable[["History", RunConfig], Found | None]
 
+HUGE = 1e100
+"""Size of a value that counts as missing: sums of such values overflow."""
+
 
 class History:
     """Metrics of a stage, step by step; NaN where a step lacks one."""
@@ -75,7 +80,10 @@ class History:
         self.num_steps += 1
         for name, column in self._columns.items():
             value = metrics.get(name)
-            column.append(float(value) if isinstance(value, int | float) else math.nan)
+            if isinstance(value, int | float) and abs(value) < HUGE:
+                column.append(float(value))
+            else:
+                column.append(math.nan)
             if not math.isnan(column[-1]):
                 self._sums[name] += column[-1]
                 self._counts[name] += 1

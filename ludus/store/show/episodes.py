@@ -26,7 +26,7 @@ EXACT = 10
 """Different numbers of turns that have a row each; where there are more, a row has those to the
 next power of two."""
 
-PLACE = re.compile(r"(?P<stage>.+?)(?:-(?P<step>\d{1,9})(?:/g(?P<group>\d{1,9}))?)?")
+PLACE = re.compile(r"(?P<stage>.+?)(?:-(?P<step>[0-9]{1,9})(?:/g(?P<group>[0-9]{1,9}))?)?")
 """The id of a step or of a group, or a stage for its last step; that of a trajectory goes on."""
 
 SAID = 5
@@ -90,13 +90,19 @@ def render_step(
         if at.group is None or row.id.startswith(f"{at}/")
     ]
     if not rows:
-        raise ConfigError(
-            f"run {run_id} has no episodes at {at}: the last step of {at.stage} is "
-            f"{run.stages[at.stage]}"
-        )
+        raise ConfigError(f"run {run_id} has no episodes at {at}: {_known(store, run, at)}")
     chosen = [row for row in rows if row.failed] if failures else rows
-    told = f"{at}: {counted(len(rows), 'episode')}, {sum(row.failed for row in rows):,} failed"
+    number = sum(not row.without_turn for row in rows)
+    told = f"{at}: {counted(number, 'episode')}, {sum(row.failed for row in rows):,} failed"
     return Group(rule(told), trajectory_table(chosen)) if chosen else rule(told)
+
+
+def _known(store: RunStore, run: RunRow, at: Place) -> str:
+    """The numbers of the groups of a step, or of the steps of its stage, in words."""
+    groups = len({row.group_id for row in store.trajectories(run.id, at.stage, at.step)})
+    if at.group is not None and groups:
+        return f"the groups of that step are g0000 to g{groups - 1:04d}"
+    return f"the last step of {at.stage} is {run.stages[at.stage]}"
 
 
 def render_failures(store: RunStore, run: RunRow) -> list[RenderableType]:
@@ -105,7 +111,11 @@ def render_failures(store: RunStore, run: RunRow) -> list[RenderableType]:
     at = newest_evaluation(run)
     if at is None:
         return []
-    rows = [row for row in store.trajectories(run.id, at.stage, at.step) if row.reward is not None]
+    rows = [
+        row
+        for row in store.trajectories(run.id, at.stage, at.step)
+        if row.reward is not None and not row.without_turn
+    ]
     failures = [row for row in rows if row.failed]
     if not failures:
         return []
@@ -201,9 +211,15 @@ class _Listed:
             pairs = zip(columns.pop("trajectory"), columns.pop("task"), strict=True)
             columns = {"trajectory, task": [f"{id}\n  {task}" for id, task in pairs], **columns}
         table = make_table(list(columns), zip(*columns.values(), strict=True))
-        for column in table.columns:
-            column.no_wrap = column.header != "dropped"
+        needed = sum(_width((name, *cells)) + 2 for name, cells in columns.items())
+        fits = needed <= options.max_width + 2 or "dropped" in columns
+        for column in table.columns:  # where nothing fits, folded text is better than none
+            column.no_wrap = fits and column.header != "dropped"
         yield table
+
+
+def _width(cells: Iterable[str]) -> int:
+    return max(len(line) for cell in cells for line in cell.split("\n"))
 
 
 def trajectory_table(rows: list[TrajectoryRow]) -> _Listed:

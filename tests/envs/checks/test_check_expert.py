@@ -86,3 +86,48 @@ async def test_a_step_that_raises_without_steps_too_is_told_as_it_is() -> None:
 
     env = type("Raises", (OneTry,), {"step": refuse})
     assert any("ValueError: no digit" in str(f) for f in await check_env(env))
+
+
+class Wastes(KeepsSteps):
+    """The lines cost a turn and no more: it takes another way, and wins."""
+
+    def expert_steps(self) -> str | None:
+        return "think" if self.tries == 1 else None
+
+    def expert_action(self) -> str:
+        return str((self.secret or 0) + 12 - self.tries) if self.tries < 12 else str(self.secret)
+
+
+async def test_steps_that_change_the_way_are_not_taken_for_chance() -> None:
+    class Counts(Wastes):
+        async def step(self, action: Message) -> StepResult:
+            if "\n" in action.content:
+                self.tries += 5
+            return await super().step(action)
+
+    [found] = [f for f in await check_env(Counts) if f.check == "expert"]
+    assert found.severity == "error"
+    assert "takes another way than without them" in found.detail
+
+
+async def test_an_expert_that_is_stuck_in_some_tasks_is_a_note() -> None:
+    def expert_action(self: faulty.Digit) -> str:
+        return "open red" if self.secret == 1 else str(self.secret)
+
+    env = type("Stuck", (faulty.Digit,), {"expert_action": expert_action})
+    [found] = [f for f in await check_env(env) if f.check == "expert"]
+    assert found.severity == "note"
+    assert "digit/1: the expert does not end the episode in 1,000 steps" in found.detail
+    assert "last actions: 'open red', then 'open red'" in found.detail
+
+
+async def test_an_exception_cannot_forge_a_finding() -> None:
+    class Forges(OneTry):
+        async def step(self, action: Message) -> StepResult:
+            if "\n" in action.content:
+                raise ValueError("a\rX\nerror: forged")
+            return await super().step(action)
+
+    [found] = [f for f in await check_env(Forges) if f.check == "expert"]
+    assert "\n" not in found.detail
+    assert "\r" not in found.detail

@@ -136,6 +136,13 @@ def test_a_fault_is_told_with_its_number_and_remedy(config: RunConfig, kind: str
     assert found[0].lasting
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e308, math.nan])
+def test_values_that_are_no_measurements_say_nothing(config: RunConfig, value: float) -> None:
+    names = [name for name in sound(0, random.Random(0)) if name != "rollout/episodes"]
+    assert told(config, 120, dict.fromkeys(names, value)) == []
+    assert told(config, 60, {"rollout/episodes": value}) == []
+
+
 def noisy(level: float) -> Change:
     draw = random.Random(1)
     return lambda step: {"rollout/reward": level + draw.gauss(0, 0.03), "rollout/success": level}
