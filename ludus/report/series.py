@@ -239,8 +239,17 @@ def _cell(point: Point, unit: Unit) -> str:
     return f"{told} ({low.removesuffix(' %')} to {high.removesuffix(' %')})"
 
 
+def _cells(one: Series, unit: Unit) -> dict[float, str]:
+    """The text of each x; of several points at one x, of all."""
+    cells: dict[float, str] = {}
+    for point in one.points:
+        text = _cell(point, unit)
+        cells[point.x] = f"{cells[point.x]}, then {text}" if point.x in cells else text
+    return cells
+
+
 def _line_table(series: Sequence[Series], x_label: str, unit: Unit) -> Table:
-    cells = [{point.x: _cell(point, unit) for point in one.points} for one in series]
+    cells = [_cells(one, unit) for one in series]
     every = sorted({x for column in cells for x in column})
     chosen = [every[i] for i in thinned(len(every), MAX_ROWS)]
     rows = [[f"{x:g}", *(column.get(x, "") for column in cells)] for x in chosen]

@@ -478,6 +478,17 @@ def test_success_over_steps_has_all_tasks_and_each_tier(data):
     assert success_chart(data.evaluations, {"after RL": 120}) is None
 
 
+def test_two_evaluations_at_one_step_are_both_in_the_numbers(data):
+    first, last = list(data.evaluations.values())[:2]
+    evaluations = {"before SFT": first, "before RL": last, "after RL": last}
+    chart = success_chart(evaluations, {"before SFT": 0, "before RL": 0, "after RL": 9})
+    [step, *_, every] = chart.table[1]
+    shares = [f"{100 * each.success.value:.1f}" for each in (first, last)]
+    assert step == "0"
+    assert [part.split()[0].rstrip("\u202f%") for part in every.split(", then ")] == shares
+    assert len(chart.lines[-1].marks) == 3
+
+
 def test_tokens_of_held_out_episodes_are_not_called_trained(data):
     first = render(data).split('<details class="rollout"')[1]
     assert "not trained" in first

@@ -209,7 +209,9 @@ def test_what_failed_episodes_were_told_last_is_counted(local: RunStore) -> None
     groups = evaluated(16, 4)
     for number, group in enumerate(groups):
         text = "no such\nbin" if number % 8 == 1 else f"step {number}"
-        said = Segment(len(group.trajectories[0].segments) - 1, [], None, Message(role="user", content=text))
+        said = Segment(
+            len(group.trajectories[0].segments) - 1, [], None, Message(role="user", content=text)
+        )
         group.trajectories[0].segments.append(said)
     local.record_step("run-1", "evaluate/after", 0, groups, {})
     lines = [" ".join(x.split()) for x in text_of(render_run(local, "run-1"), 140).splitlines()]

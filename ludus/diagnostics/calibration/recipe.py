@@ -240,7 +240,9 @@ def _rl(c: Calibration) -> Iterator[Line]:
         "target_kl lowers lr where a step moves the policy farther, in nats a token" if held else ""
     )
     yield "optimizer", {name: getattr(rl.optimizer, name) for name in used}, told
-    if c.config.evaluate.every:
+    if rl.min_success_to_stop is not None:
+        yield "min_success_to_stop", rl.min_success_to_stop, "of an evaluation, greedy: ends RL"
+    elif c.config.evaluate.every:
         yield "# min_success_to_stop", 0.95, "would end RL where an evaluation, greedy, reaches it"
 
 

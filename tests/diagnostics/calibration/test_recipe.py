@@ -57,6 +57,15 @@ def test_the_rate_of_rl_is_high_only_where_a_target_holds_it() -> None:
     assert (held.optimizer.target_kl, free.optimizer.target_kl) == (0.003, None)
 
 
+def test_tasks_that_sft_alone_solves_have_more_sft_and_an_end_of_rl() -> None:
+    for solved, target, stop in ((0.95, 0.95, 0.98), (0.5, 0.4, None)):
+        config = tuned(64, curve=[(40, 0.3), (80, solved)])
+        assert config.sft is not None
+        assert config.sft.until is not None
+        assert config.rl is not None
+        assert (config.sft.until.success, config.rl.min_success_to_stop) == (target, stop)
+
+
 def test_a_recipe_in_bfloat16_tells_the_seconds_that_decided() -> None:
     class Measured:
         trial = Trial(step_s={"float32": 0.331, "bfloat16": 0.196})
