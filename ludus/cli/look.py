@@ -243,7 +243,7 @@ def check_env_command(
         def report(finding: object) -> None:
             tell(str(finding))
 
-        findings = run(check_env(env, num_tasks=tasks, timeout_s=timeout, report=report))
+        findings = run(check_env(env, num_tasks=tasks, timeout_s=timeout, report=report, tell=tell))
         return int(any(finding.severity == "error" for finding in findings))
 
     def noise(data: bytes) -> None:

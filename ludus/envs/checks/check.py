@@ -48,19 +48,20 @@ async def check_env(
     tasks: Sequence[Task] | None = None,
     timeout_s: float = 10.0,
     report: Callable[[Finding], object] = lambda _: None,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> list[Finding]:
     """Check an environment on `num_tasks` of its own tasks, spread over its tiers, or on `tasks`.
 
     The environment conforms if no finding has severity `error`. `timeout_s` limits each call.
-    `report` receives each finding when it is found. Where steps are slow, fewer tasks and turns are
-    played. The checks watch this process's `sys.stdout` and random states: run nothing else in the
+    `report` receives each finding when it is found, `tell` what the expert reached. Where steps are
+    slow, fewer tasks and turns are played. The checks watch this process's `sys.stdout` and random states: run nothing else in the
     process.
 
     Errors: ConfigError for an unknown name, a wrong argument, or a constructor that raises;
     MissingDependency. Other errors of the environment are findings.
     """
     subject = _subject(env, timeout_s)
-    subject.report = report
+    subject.report, subject.tell = report, tell
     printed, before = Printed(), _random_states()
     player = Player(subject.make, timeout_s, subject.error)
     try:

@@ -62,7 +62,7 @@ class _Found:
 
 async def check_expert(subject: Subject, player: Player) -> None:
     """Play the expert in each task as demonstrations do, and tell what is wrong with it."""
-    found, outcomes = _Found(), list[Outcome]()
+    found, outcomes, scored, num_won = _Found(), list[Outcome](), False, 0
     for number, task in enumerate(subject.tasks):
         if player.late:
             break
@@ -72,6 +72,8 @@ async def check_expert(subject: Subject, player: Player) -> None:
             found.without.append(task.id)
             continue
         outcomes.append(episode.outcome)
+        num_won += episode.wins
+        scored |= episode.scored
         before = subject.played.get(number, episode.actions)
         if (
             before != episode.actions
@@ -86,6 +88,12 @@ async def check_expert(subject: Subject, player: Player) -> None:
             change = expert_change(before, episode.actions)
             found.changes.append(f"{task.id}, played twice: {change}")
         _judge(subject, episode, found)
+    if outcomes:
+        turns = sorted({outcome.num_turns for outcome in outcomes})
+        span = counted(turns[0], "turn") if len(turns) == 1 else f"{turns[0]} to {turns[-1]} turns"
+        tasks = counted(len(outcomes), "task")
+        reached = f"wins {num_won} of" if scored else "plays"  # a judge scores it
+        subject.tell(f"the expert {reached} {tasks}, in episodes of {span}")
     _tell(subject, player, found, sum(outcome.done for outcome in outcomes))
     await check_outcomes(subject, player, outcomes)
 

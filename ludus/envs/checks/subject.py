@@ -36,8 +36,8 @@ def shortened(detail: str) -> str:
 class Subject:
     """The environment under test and the findings so far, without duplicates.
 
-    `report` receives each finding when it is found. `played` has the expert's actions by the place
-    of the task in `tasks`, where its episodes do not differ with the same actions. `repeats`: false
+    `report` receives each finding when it is found, `tell` what the expert reached.
+    `played` has the expert's actions by the place of the task in `tasks`, where its episodes do not differ with the same actions. `repeats`: false
     where an episode differed from itself. `first`: the episode that measured the speed.
     """
 
@@ -46,6 +46,7 @@ class Subject:
     make: Callable[[], Env]
     timeout_s: float
     report: Callable[[Finding], object] = lambda _: None
+    tell: Callable[[str], object] = lambda _: None
     tasks: list[Task] = field(default_factory=list)
     findings: dict[Finding, None] = field(default_factory=dict)
     played: dict[int, list[str]] = field(default_factory=dict)

@@ -131,3 +131,13 @@ async def test_an_exception_cannot_forge_a_finding() -> None:
     [found] = [f for f in await check_env(Forges) if f.check == "expert"]
     assert "\n" not in found.detail
     assert "\r" not in found.detail
+
+
+async def test_what_the_expert_reaches_is_told() -> None:
+    said: list[str] = []
+    await check_env(faulty.Digit, num_tasks=5, tell=said.append)
+    await check_env(losing(2), num_tasks=4, tell=said.append)
+    assert said == [
+        "the expert wins 5 of 5 tasks, in episodes of 1 to 2 turns",
+        "the expert wins 2 of 4 tasks, in episodes of 1 turn",
+    ]
