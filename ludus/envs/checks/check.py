@@ -54,8 +54,8 @@ async def check_env(
 
     The environment conforms if no finding has severity `error`. `timeout_s` limits each call.
     `report` receives each finding when it is found, `tell` what the expert reached. Where steps are
-    slow, fewer tasks and turns are played. The checks watch this process's `sys.stdout` and random states: run nothing else in the
-    process.
+    slow, fewer tasks and turns are played. The checks watch this process's `sys.stdout` and random
+    states: run nothing else in the process.
 
     Errors: ConfigError for an unknown name, a wrong argument, or a constructor that raises;
     MissingDependency. Other errors of the environment are findings.

@@ -36,9 +36,10 @@ def shortened(detail: str) -> str:
 class Subject:
     """The environment under test and the findings so far, without duplicates.
 
-    `report` receives each finding when it is found, `tell` what the expert reached.
-    `played` has the expert's actions by the place of the task in `tasks`, where its episodes do not differ with the same actions. `repeats`: false
-    where an episode differed from itself. `first`: the episode that measured the speed.
+    `report` receives each finding when it is found, `tell` what the expert reached. `played` has
+    the expert's actions by the place of the task in `tasks`, where its episodes do not differ with
+    the same actions. `repeats`: false where an episode differed from itself. `first`: the episode
+    that measured the speed.
     """
 
     spec: Spec | None
