@@ -27,6 +27,9 @@ from ludus.tasks.splits import Known, refuse_shared
 from ludus.tasks.splits import Taken as IsTaken
 from ludus.tasks.tiers import check_curriculum
 
+MANY = 0.9
+"""Share of different worlds among the held-out tasks below which it is told."""
+
 
 class Splits(NamedTuple):
     """Training tasks and held-out tasks.
@@ -85,6 +88,9 @@ def read_splits(config: RunConfig, folder: RunFolder | None = None) -> Splits:
     if shared:
         allowed = config.tasks.allow_overlap
         note += ", allowed by tasks.allow_overlap" if allowed else ", replaced by further seeds"
+    worlds = [key for key in map(seen.key, heldout) if key.startswith("world:")]
+    if len(set(worlds)) < MANY * len(worlds):
+        note += f"; they open {len(set(worlds))} different worlds"
     if repeated:
         note += f"; {len(repeated)} more, with the data of others, are left out"
     return Splits(train, heldout, taken, note, repeated)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,6 +54,20 @@ def test_held_out_worlds_of_training_are_replaced() -> None:
     for before, after in zip(asked.heldout, splits.heldout, strict=True):
         assert before == after or int(after.id.rpartition("/")[2]) >= 1_000_060
     assert read_splits(settings).heldout == splits.heldout
+
+
+@pytest.mark.parametrize(("num_worlds", "told"), [(20, True), (60, False)])
+def test_held_out_tasks_of_few_worlds_are_told(
+    monkeypatch: pytest.MonkeyPatch, num_worlds: int, told: bool
+) -> None:
+    def keys(_: Worlds, tasks: Sequence[Task]) -> list[str]:
+        if len(tasks) > 1:
+            return [f"world:of training {number}" for number in range(len(tasks))]
+        return [f"world:{int(tasks[0].id.rpartition('/')[2]) % num_worlds}"]
+
+    monkeypatch.setattr(Worlds, "keys", keys)
+    note = read_splits(babyai()).note
+    assert note.endswith("none equal; they open 20 different worlds" if told else "none equal")
 
 
 def test_a_run_remembers_its_held_out_tasks(
