@@ -74,19 +74,7 @@ async def check_expert(subject: Subject, player: Player) -> None:
         outcomes.append(episode.outcome)
         num_won += episode.wins
         scored |= episode.scored
-        before = subject.played.get(number, episode.actions)
-        if (
-            before != episode.actions
-            and episode.steps
-            and await _same_without(player, task, before)
-        ):
-            found.steps.append(
-                f"{task.id}: with the lines of expert_steps ({episode.steps!r:.60}) before its "
-                "action the episode takes another way than without them"
-            )
-        elif before != episode.actions:
-            change = expert_change(before, episode.actions)
-            found.changes.append(f"{task.id}, played twice: {change}")
+        await _compare(player, episode, subject.played.get(number), found)
         _judge(subject, episode, found)
     if outcomes:
         turns = sorted({outcome.num_turns for outcome in outcomes})
@@ -115,9 +103,21 @@ async def _episode(player: Player, task: Task, found: _Found) -> _Episode:
     return episode
 
 
-async def _same_without(player: Player, task: Task, actions: list[str]) -> bool:
-    """True if the expert takes these actions where the lines of `expert_steps` are left out."""
-    return (await _play(player, task, with_steps=False)).actions == actions
+async def _compare(
+    player: Player, episode: _Episode, before: list[str] | None, found: _Found
+) -> None:
+    """Tell what changed since the task was played before, without the lines of `expert_steps`."""
+    if before is None or before == episode.actions:
+        return
+    task = episode.outcome.task
+    if episode.steps and (await _play(player, task, with_steps=False)).actions == before:
+        found.steps.append(
+            f"{task.id}: with the lines of expert_steps ({episode.steps!r:.60}) before its action "
+            "the episode takes another way than without them"
+        )
+    else:
+        change = expert_change(before, episode.actions)
+        found.changes.append(f"{task.id}, played twice: {change}")
 
 
 async def _play(player: Player, task: Task, *, with_steps: bool) -> _Episode:
