@@ -63,9 +63,9 @@ NOTES = """
   10 points, and `target_kl` follows the last iterations together. Rows 1 and 2 took 12 and 13
   minutes: a step of RL took 4.4 s, and the trial had measured 2.9 s; row 2 ran beside tests. A run
   of seed 2 before, with 80 steps of RL, went from 53.7 to 55.0 %. The recipes before took seed 0
-  from 39.6 to 42.2 %, with RL's rate of 1e-3 from 39.1 to 46.6 % (one core), without following several
-  iterations from 38.9 to 45.7 %; beside other work, with half of the steps of RL, from 37.7 to
-  43.1 %.
+  from 39.6 to 42.2 %, with RL's rate of 1e-3 from 39.1 to 46.6 % (one core), without following
+  several iterations from 38.9 to 45.7 %; beside other work, with half of the steps of RL, from 37.7
+  to 43.1 %.
 - OpenDoor 2: two cores; the recipe before `target_kl` and induction heads went from 39.1 to 62.2 %.
 - OpenDoor 0, 1 and Hanoi 0: RL at a rate of 1e-3, one core each, before `target_kl` followed
   several iterations; with it OpenDoor 1 and Hanoi 0 reach 75.4 and 66.4 % from the same end of SFT.
