@@ -250,7 +250,8 @@ def _plot(
         x_label = "training episodes"
     every_x = [*x, *dots.over(axis)]
     x_low, x_high = min(every_x) / divisor, max(every_x) / divisor
-    lowest, highest = curve.limits or (-math.inf, math.inf)
+    # A band beyond all values would stretch the axis: a loss below 0, a reward above 1.
+    lowest, highest = curve.limits or (min(series.value), max(series.value))
     lower, upper = (
         [min(max(m + sign * s, lowest), highest) for m, s in zip(mean, spread, strict=True)]
         for sign in (-1.0, 1.0)
