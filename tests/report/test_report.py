@@ -356,7 +356,9 @@ def test_long_curves_are_thinned_with_their_ends():
 
 def test_the_band_of_a_chart_does_not_stretch_its_axis():
     values = [4.0, 0.2, 0.1, 0.3, 0.1, 0.2, 0.1, 0.2, 0.1, 0.1]
-    records = [{"stage": "sft", "step": i, "train/loss": v} for i, v in enumerate(values)]
+    records = [
+        {"stage": "sft", "step": i, "time": 0.0, "train/loss": v} for i, v in enumerate(values)
+    ]
     [plot] = make_chart(records, Curve("SFT loss", "sft", "train/loss")).plots
     assert [text for _, text in plot.y_ticks] == ["0", "1", "2", "3", "4"]
 
