@@ -66,7 +66,8 @@ NOTES = """
   from 39.6 to 42.2 %, with RL's rate of 1e-3 from 39.1 to 46.6 % (one core), without following
   several iterations from 38.9 to 45.7 %; beside other work, with half of the steps of RL, from 37.7
   to 43.1 %.
-- OpenDoor 2: two cores; the recipe before `target_kl` and induction heads went from 39.1 to 62.2 %.
+- OpenDoor 2 and spell_backward 1: two cores; the recipes before `target_kl` and induction heads
+  went from 39.1 to 62.2 and from 53.5 to 76.6 %.
 - OpenDoor 0, 1 and Hanoi 0: RL at a rate of 1e-3, one core each, before `target_kl` followed
   several iterations; with it OpenDoor 1 and Hanoi 0 reach 75.4 and 66.4 % from the same end of SFT.
 - PickupLoc 1, 2 (Intel Xeon, 288 GF/s on two cores), and Unlock 0 (81 to 124 GF/s) have small
