@@ -44,7 +44,11 @@ CHECKS: dict[str, dict[str, Check]] = {
     "rl": RL,
     "evaluate/start": {"unknown": rollouts.unknown_tokens},
     "evaluate/sft": {},  # read by the next one
-    "evaluate/before": {"unknown": rollouts.unknown_tokens, "short": heldout.short_of_target},
+    "evaluate/before": {
+        "unknown": rollouts.unknown_tokens,
+        "short": heldout.short_of_target,
+        "memory": heldout.by_heart,
+    },
     "evaluate/rl": {"memory": heldout.by_heart, "evaluation": heldout.loses},
     "evaluate/after": {
         "short": heldout.short_of_target,

@@ -113,17 +113,20 @@ def _more_heldout(config: RunConfig) -> str:
 
 
 def by_heart(history: History, config: RunConfig) -> Found | None:
-    """Training tasks succeed, held-out ones do not."""
+    """Training tasks succeed, held-out ones do not; before RL, training tasks that SFT did not show
+    and that `sft.until` measured."""
     trained, heldout = history.last(TRAINED, 1), history.last("evaluate/success", 1)
+    of = f"of the training episodes of the last {WINDOW} steps"
+    if not trained:
+        trained, of = history.last(REACHED, 1), "of sampled episodes of training tasks"
     if not trained or not heldout:
         return None
     if not (level := level_of(trained[0] - heldout[0], BY_HEART)):
         return None
     return Found(
         level,
-        f"of the training episodes of the last {WINDOW} steps {percent(trained[0])} succeed, of "
-        f"the held-out tasks {percent(heldout[0])}: the policy learns its training tasks by heart, "
-        "or the held-out ones are harder",
+        f"{of} {percent(trained[0])} succeed, of the held-out tasks {percent(heldout[0])}: the "
+        "policy learns its training tasks by heart, or the held-out ones are harder",
         "Train on more different tasks: more rows, seeds or tiers in `tasks.train`; more RL steps "
         "do not help",
     )

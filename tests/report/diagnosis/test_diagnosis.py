@@ -363,6 +363,23 @@ def test_other_findings_are_named_only_where_there_are_some(config: RunConfig) -
     assert after.advice == alone.advice
 
 
+@pytest.mark.parametrize(("heldout", "level"), [(0.0, 1), (0.3, 0), (0.6, 0)])
+def test_sft_that_learns_its_training_tasks_by_heart_is_told_before_rl(
+    config: RunConfig, heldout: float, level: int
+) -> None:
+    """Mental arithmetic had 45 % of training problems after SFT, and 0.0 % of others."""
+    diagnosis = Diagnosis(config)
+    for step, success in enumerate((0.4, 0.5)):
+        diagnosis.step("evaluate/sft", step, {"evaluate/success": success})
+    found = diagnosis.step("evaluate/before", 0, {"evaluate/success": heldout})
+    assert [f.kind for f in found] == ["memory"] * level
+    for finding in found:
+        assert str(finding).startswith(
+            "evaluation before RL: of sampled episodes of training tasks 45 % succeed, of the "
+            "held-out tasks 0 %: the policy learns its training tasks by heart"
+        )
+
+
 def test_an_end_of_sft_far_below_its_target_is_told(config: RunConfig) -> None:
     assert config.sft is not None
     until = SFTUntilConfig(success=0.4)
