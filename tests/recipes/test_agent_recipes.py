@@ -60,7 +60,7 @@ def test_a_few_steps(name: str, overrides: list[str], tmp_path: Path) -> None:
     assert [step["rollout/excluded"] for step in steps] == [0.0, 0.0]
     assert all(2 <= step["rollout/turns"] <= 3 for step in steps)
     assert all(step["train/loss_tokens"] > 0 for step in steps)
-    assert read_evaluations(folder)["after RL"].num_tasks == 8
+    assert read_evaluations(folder, config)["after RL"].num_tasks == 8
 
 
 @pytest.mark.parametrize("name", ["command", "agentscope"])

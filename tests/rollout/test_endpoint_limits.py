@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from chat_server import ChatServer, text
-from redis_server import free_port, start_redis
+from ports import free_port
+from redis_server import start_redis
 from starlette.responses import Response
 
 from ludus.config.load import load_config

@@ -6,7 +6,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from ludus.store import RunStore
 
@@ -28,12 +28,6 @@ def _unprivileged() -> dict[str, Any]:
     return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[str]:
     """The URL of a fresh server, without a database name."""
@@ -44,7 +38,7 @@ def postgres_server() -> Iterator[str]:
     folder, user = Path(tempfile.mkdtemp(prefix="ludus-pg-")), _unprivileged()
     if user:
         os.chown(folder, user["user"], user["group"])
-    data, port = folder / "data", _free_port()
+    data, port = folder / "data", free_port()
     init = ["initdb", "-D", str(data), "-U", "ludus", "-A", "trust", "-E", "UTF8", "--no-sync"]
     made = subprocess.run(init, cwd=folder, capture_output=True, text=True, **user)
     assert made.returncode == 0, made.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ludus.cli.checkpoints import checkpoint_list
+from ludus.config.load import load_config
 from ludus.core.errors import ConfigError, DataError, LudusError
 from ludus.report.collect import read_evaluations
 from ludus.store.folders import RunFolder, create_run, find_run, read_facts, unrecorded
@@ -185,7 +186,7 @@ def test_a_damaged_evaluation_is_named(tmp_path: Path) -> None:
     folder.evaluations.mkdir(parents=True)
     (folder.evaluations / "after-000000.json").write_text("{")
     with pytest.raises(DataError, match=r"after-000000.json is no evaluation of a run: restore"):
-        read_evaluations(folder)
+        read_evaluations(folder, load_config("babyai-tiny"))
 
 
 def test_damaged_checkpoints_are_listed_too(

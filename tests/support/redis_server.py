@@ -8,12 +8,6 @@ import time
 from pathlib import Path
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
 def start_redis(port: int, folder: Path) -> subprocess.Popen[bytes]:
     command = ["redis-server", "--port", str(port), "--save", "", "--dir", str(folder)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)

@@ -19,8 +19,9 @@ import pytest
 import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ports import free_port
 from pydantic import ValidationError
-from redis_server import free_port, start_redis
+from redis_server import start_redis
 from variants import variants
 
 from ludus.core.errors import ConfigError, ToolError

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 from raw_server import FLOOD, RawServer, answer
 from service_world import alive, until
 
@@ -39,9 +40,7 @@ async def call(toolbox: Toolbox, name: str, episode: str = "e", /, **arguments: 
 
 @asynccontextmanager
 async def http_world() -> AsyncIterator[tuple[str, subprocess.Popen[bytes]]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([*COMMAND, str(port)], stderr=subprocess.DEVNULL)
     try:
         await asyncio.to_thread(
