@@ -401,7 +401,8 @@ async def time_rl(
 
 
 def groups_of(step_s: float, groups_per_step: int) -> int:
-    """Groups of a step, so few that a step takes LONGEST_STEP_S; at least 8."""
+    """Groups of a step, so few that it takes at most LONGEST_STEP_S, but at least 8; `step_s`: of a
+    step with 32."""
     while groups_per_step > 8 and step_s * groups_per_step / 32 > LONGEST_STEP_S:
         groups_per_step //= 2
     return groups_per_step
