@@ -165,7 +165,7 @@ def _resume(
             check_parts(config, folder)
         if row is None:  # after all checks: a refused resume leaves no row that says "running"
             _insert_row(store, folder, config)
-        store.reopen_run(folder.id, config.model_dump(mode="json"))
+        store.reopen_run(folder.id)
         with disk_faults(folder):
             atomic_write(folder.config, dump_config(config))
         with (

@@ -154,15 +154,11 @@ class RunStore:
         values = {"status": RunStatus(status), "finished": datetime.now(UTC), "error": error}
         self._update_run(run_id, {**values, "elapsed_s": elapsed_s})
 
-    def reopen_run(self, run_id: str, config: Mapping[str, Any] | None = None) -> None:
-        """Mark a run as running again, with the configuration that it goes on with; None: as it
-        was."""
-        values: dict[str, Any] = {"finished": None, "error": None, "elapsed_s": None}
-        values["status"] = RunStatus.RUNNING
-        if config is not None:
-            values["config"] = dict(config)
-            encode_json(values["config"], f"the config of run {run_id!r}")
-        self._update_run(run_id, values)
+    def reopen_run(self, run_id: str) -> None:
+        """Mark a run as running again. Its row keeps the configuration that it began with, by which
+        a mirror's run is told from another of the same id."""
+        ended = {"finished": None, "error": None, "elapsed_s": None}
+        self._update_run(run_id, {"status": RunStatus.RUNNING, **ended})
 
     def record_step(
         self,

@@ -258,12 +258,15 @@ def test_a_narrow_terminal_folds_what_it_cannot_show(local: RunStore) -> None:
     assert "turns" in "".join(shown.split())
 
 
-def test_a_resumed_run_has_its_new_configuration(local: RunStore) -> None:
-    local.finish_run("run-1", "completed")
-    local.reopen_run("run-1", {"rl": {"steps": 2}})
-    assert local.run("run-1").config == {"rl": {"steps": 2}}
-    local.reopen_run("run-1")
-    assert local.run("run-1").config == {"rl": {"steps": 2}}
+def test_a_resumed_run_with_rl_says_after_rl(local: RunStore) -> None:
+    """Its row has the configuration that it began with, which may lack RL."""
+    assert not local.run("run-1").config.get("rl")
+    for stage, when in (("sft", "SFT"), ("rl", "RL")):
+        local.record_step("run-1", stage, 0, [], {})
+        local.record_step("run-1", "evaluate/after", 0, evaluated(4, 2), {"evaluate/success": 0.5})
+        shown = " ".join(text_of(render_run(local, "run-1"), width=140).split())
+        assert f"held-out failures after {when}: " in shown
+        assert f"held-out success 50.0 % after {when}" in shown
 
 
 def test_many_numbers_of_turns_are_counted_by_powers_of_two(local: RunStore) -> None:

@@ -61,6 +61,12 @@ def place_of(store: RunStore, run_id: str, text: str) -> Place | None:
     return Place(found["stage"], int(found["step"]), None if group is None else int(group))
 
 
+def last_stage(run: RunRow) -> str:
+    """The last stage that trained, by what is recorded: a resumed run may have RL that the
+    configuration it began with had not."""
+    return "RL" if "rl" in run.stages else "SFT"
+
+
 def newest_evaluation(run: RunRow) -> Place | None:
     """Returns the newest evaluation on held-out tasks; None: there is none."""
     for stage in ("evaluate/after", "evaluate/rl", "evaluate/before", "evaluate/start"):
@@ -123,7 +129,7 @@ def render_failures(store: RunStore, run: RunRow) -> list[RenderableType]:
         "evaluate/start": "before SFT",
         "evaluate/before": "before RL",
         "evaluate/rl": f"at RL step {at.step}",
-    }.get(at.stage, "after RL" if run.config.get("rl") else "after SFT")
+    }.get(at.stage, f"after {last_stage(run)}")
     parts: list[RenderableType] = [
         rule(f"held-out failures {when}: {len(failures):,} of {counted(len(rows), 'episode')}")
     ]

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ludus.core.errors import counted
 from ludus.store.rows import NO_TURN, RunRow, RunStatus, StageSummary
-from ludus.store.show.episodes import NEWEST, render_failures, trajectory_table
+from ludus.store.show.episodes import NEWEST, last_stage, render_failures, trajectory_table
 from ludus.store.show.tables import (
     facts_table,
     make_table,
@@ -134,7 +134,7 @@ def _heldout(store: RunStore, run: RunRow) -> str:
     if newest := found.get("after") or found.get("rl"):
         when = f"at step {newest.step}"
         if "after" in found:
-            when = "after" if before else f"after {'RL' if run.config.get('rl') else 'SFT'}"
+            when = "after" if before else f"after {last_stage(run)}"
         told.append(f"{_percent(newest.metrics.get('evaluate/success'))} {when}")
         names = (f"evaluate/gain{end}" for end in ("", "_low", "_high"))
         gain, low, high = (newest.metrics.get(name) for name in names)
