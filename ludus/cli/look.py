@@ -79,12 +79,12 @@ def show(
     store: StoreUrl = None,
 ) -> None:
     """Show a run, a list of its episodes, or one rollout with its trained tokens marked."""
-    from ludus.store.show import place_of, render_run, render_step, render_trajectory
+    from ludus.store.show import find_place, render_run, render_step, render_trajectory
 
     if metrics and (failed or id):
         raise ConfigError("--metrics has no effect beside an id or --failed: leave one out")
     with open_store(runs_dir, store) as opened, recorded(run, runs_dir):
-        is_list = id is None or place_of(opened, run, id) is not None
+        is_list = id is None or find_place(opened, run, id) is not None
         if failed and not is_list:
             stages = ", ".join(opened.run(run).stages) or "none"
             raise ConfigError(

@@ -129,8 +129,7 @@ def show_reference(key: str | None, registries: Registries) -> RenderableType:
         return _grid(keys(CoevolveConfig))
     chosen = [entry for entry in entries if entry.key == key or entry.key.startswith(f"{key}.")]
     if not chosen:
-        ends = [entry for entry in entries if f".{key}." in f"{entry.key}."]
-        return _one_plugin(key, registries, entries, ends)
+        return _one_plugin(key, registries, entries)
     parts: list[RenderableType] = [_grid(chosen)]
     for paths, registry in _by_registry(registries):
         owned = [path for path in paths if any(entry.key == path for entry in chosen)]
@@ -154,9 +153,7 @@ def _plugin_names(registry: Registry[Any]) -> Table:
     return table
 
 
-def _one_plugin(
-    name: str, registries: Registries, entries: list[Entry], ends: list[Entry]
-) -> RenderableType:
+def _one_plugin(name: str, registries: Registries, entries: list[Entry]) -> RenderableType:
     """Returns the plug-ins of a name, built in, installed, or "module:Class"; without one, the keys
     that have it as their end or section (`target_kl`: `rl.optimizer.target_kl`), or a plug-in's
     argument."""
@@ -171,6 +168,7 @@ def _one_plugin(
         registry = _outside(name, registries)
         registry.arguments(name)  # raises where it cannot be read
         parts.append(_plugin_shown(plugin(registry, name)))
+    ends = [entry for entry in entries if f".{name}." in f"{entry.key}."]
     if not parts and ends:
         parts.append(_grid(ends))
     near = did_you_mean(name, known)

@@ -10,7 +10,7 @@ from ludus.core.errors import ConfigError, LudusError
 from ludus.pipeline.sft_end import ended, rl_steps
 from ludus.store.folders import RunFolder
 from ludus.telemetry.metrics import MetricsLog
-from ludus.train.checkpoint.listing import list_checkpoints
+from ludus.train.checkpoint.listing import CheckpointInfo, list_checkpoints
 
 
 def refuse_changes(
@@ -28,42 +28,62 @@ def refuse_changes(
             f"env.name: run {folder.id} is of {lookup(before, 'env.name')}, not of "
             f"{lookup(config, 'env.name')}: start a new run for another environment"
         )
-    steps = rl_steps(config, folder)
-    of_rl = [key for key in ("rl.steps", "rl.steps_per_unused_sft_step") if key in changes]
     for newest in list_checkpoints(folder.checkpoints)[-1:]:
-        if of_rl and config.rl and newest.stage == "rl" and newest.step > steps:
-            left = steps - config.rl.steps
-            told = f"{config.rl.steps} has"
-            if left:
-                told = f"{config.rl.steps} and the {left} that SFT has left have"
-            raise ConfigError(
-                f"{', '.join(of_rl)}: run {folder.id} is at RL step {newest.step}, so {told} no "
-                "effect: leave it out, or start a new run"
-            )
+        if newest.stage == "rl":
+            _refuse_after_rl(folder, newest.step, config, changes)
         if "evaluate.before_sft" in changes:
             raise ConfigError(
                 f"evaluate.before_sft: run {folder.id} is at {newest.path.name}, so the change has "
                 "no effect: leave it out, or start a new run"
             )
-        training = [key for key in changes if key.startswith("rl.") and key not in of_rl]
-        if training and config.rl and newest.stage == "rl" and newest.step >= steps:
-            raise ConfigError(
-                f"{', '.join(training)}: RL of run {folder.id} has ended (after step "
-                f"{newest.step}), so the change has no effect: leave it out, give more rl.steps "
-                "or start a new run"
-            )
+        _refuse_after_sft(folder, newest, before, config, changes)
+
+
+def _refuse_after_rl(
+    folder: RunFolder, step: int, config: RunConfig, changes: Sequence[str]
+) -> None:
+    """Refuse changes of RL that come too late: the run is at `step` of it."""
+    if config.rl is None:
+        return
+    steps = rl_steps(config, folder)
+    of_steps = [key for key in ("rl.steps", "rl.steps_per_unused_sft_step") if key in changes]
+    if of_steps and step > steps:
+        left = steps - config.rl.steps
+        told = f"{config.rl.steps} has"
+        if left:
+            told = f"{config.rl.steps} and the {left} that SFT has left have"
+        raise ConfigError(
+            f"{', '.join(of_steps)}: run {folder.id} is at RL step {step}, so {told} no effect: "
+            "leave it out, or start a new run"
+        )
+    others = [key for key in changes if key.startswith("rl.") and key not in of_steps]
+    if others and step >= steps:
+        raise ConfigError(
+            f"{', '.join(others)}: RL of run {folder.id} has ended (after step {step}), so the "
+            "change has no effect: leave it out, give more rl.steps or start a new run"
+        )
+
+
+def _refuse_after_sft(
+    folder: RunFolder,
+    newest: CheckpointInfo,
+    before: RunConfig,
+    config: RunConfig,
+    changes: Sequence[str],
+) -> None:
+    """Refuse changes of SFT that come too late."""
     of_sft = [key for key in changes if key.partition(".")[0] == "sft"]
-    if of_sft and (why := _after_sft(folder, before, config)):
+    if of_sft and (why := _after_sft(folder, newest, before, config)):
         raise ConfigError(
             f"{', '.join(of_sft)}: SFT of run {folder.id} has ended ({why}), so the change has no "
             "effect: leave it out, or start a new run"
         )
-    for newest in list_checkpoints(folder.checkpoints)[-1:] if "sft.steps" in changes else ():
-        if config.sft and newest.stage == "sft" and newest.step > config.sft.steps:
-            raise ConfigError(
-                f"sft.steps: run {folder.id} is at SFT step {newest.step} and cannot end at "
-                f"{config.sft.steps}: sft.steps={newest.step} ends SFT there"
-            )
+    steps = config.sft.steps if config.sft else newest.step
+    if "sft.steps" in changes and newest.stage == "sft" and newest.step > steps:
+        raise ConfigError(
+            f"sft.steps: run {folder.id} is at SFT step {newest.step} and cannot end at {steps}: "
+            f"sft.steps={newest.step} ends SFT there"
+        )
 
 
 def require_files(folder: RunFolder) -> None:
@@ -132,13 +152,11 @@ def losses(folder: RunFolder, *, known: bool) -> Iterator[str]:
             yield f"{folder.facts} is missing: checkpoints of another run cannot be told from its"
 
 
-def _after_sft(folder: RunFolder, before: RunConfig, config: RunConfig) -> str:
+def _after_sft(
+    folder: RunFolder, newest: CheckpointInfo, before: RunConfig, config: RunConfig
+) -> str:
     """The evidence that SFT is over, with the settings of before and with the new; empty: it goes
     on, or more steps of it are asked for."""
-    checkpoints = list_checkpoints(folder.checkpoints)
-    if not checkpoints:
-        return ""
-    newest = checkpoints[-1]
     if newest.stage == "rl":
         return f"RL is at step {newest.step}"
 

@@ -14,7 +14,7 @@ from ludus.core.errors import ConfigError, StoreError
 from ludus.core.types import WITHOUT_TURN, Group, Message, Segment, Status, Task, Trajectory
 from ludus.store import RunStore
 from ludus.store.show import (
-    place_of,
+    find_place,
     render_run,
     render_runs,
     render_step,
@@ -242,7 +242,7 @@ def test_roles_without_a_turn_are_no_episodes(local: RunStore) -> None:
 )
 def test_places_by_their_ids(local: RunStore, text: str, place: str) -> None:
     local.record_step("run-1", "evaluate/after", 0, evaluated(4, 2), {})
-    assert str(place_of(local, "run-1", text)) == place
+    assert str(find_place(local, "run-1", text)) == place
 
 
 def test_a_group_that_is_missing_is_told_with_those_that_there_are(local: RunStore) -> None:
@@ -280,7 +280,7 @@ def test_many_numbers_of_turns_are_counted_by_powers_of_two(local: RunStore) -> 
 def test_an_evaluation_that_is_missing_is_told(local: RunStore) -> None:
     with pytest.raises(ConfigError, match="has no evaluation on held-out tasks: name a step"):
         render_step(local, "run-1", None, failures=True)
-    assert place_of(local, "run-1", "rl-000003") is None
+    assert find_place(local, "run-1", "rl-000003") is None
 
 
 def test_metrics_that_are_few_of_many(local: RunStore) -> None:

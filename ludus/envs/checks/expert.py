@@ -41,7 +41,7 @@ class _Episode:
 
     @property
     def ending(self) -> str:
-        """What happens in an episode that does not win, in words."""
+        """The end of an episode that does not win, in words."""
         if self.error is not None:
             return f"a step raises {' '.join(printable(told(self.error, 100)).split())}"
         return "the expert loses" if self.outcome.done else "the episode does not end"
@@ -49,7 +49,7 @@ class _Episode:
 
 @dataclass(slots=True)
 class _Found:
-    """What is wrong, a line for each task."""
+    """Faults by kind, a line for each task."""
 
     without: list[str] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)

@@ -12,7 +12,7 @@ Text comes from models and tasks, so it is untrusted: control characters are esc
 not interpreted.
 """
 
-from ludus.store.show.episodes import NEWEST, place_of, render_step
+from ludus.store.show.episodes import NEWEST, find_place, render_step
 from ludus.store.show.rollout import Decode, render_trajectory, render_turns, render_verdict
 from ludus.store.show.runs import render_run, render_runs
 from ludus.store.show.tables import make_table, plain
@@ -20,8 +20,8 @@ from ludus.store.show.tables import make_table, plain
 __all__ = [
     "NEWEST",
     "Decode",
+    "find_place",
     "make_table",
-    "place_of",
     "plain",
     "render_run",
     "render_runs",

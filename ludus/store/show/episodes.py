@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
@@ -49,7 +48,7 @@ class Place:
         return step if self.group is None else f"{step}/g{self.group:04d}"
 
 
-def place_of(store: RunStore, run_id: str, text: str) -> Place | None:
+def find_place(store: RunStore, run_id: str, text: str) -> Place | None:
     """Returns the place that an id names; None where the run has no such stage."""
     stages = store.run(run_id).stages
     found = PLACE.fullmatch(text)
@@ -87,7 +86,7 @@ def render_step(
     Errors: UnknownName for a run; ConfigError for a place without an episode.
     """
     run = store.run(run_id)
-    at = newest_evaluation(run) if place is None else place_of(store, run_id, place)
+    at = newest_evaluation(run) if place is None else find_place(store, run_id, place)
     if at is None:
         raise ConfigError(f"run {run_id} has no evaluation on held-out tasks: name a step")
     rows = [
@@ -139,7 +138,7 @@ def render_failures(store: RunStore, run: RunRow) -> list[RenderableType]:
             parts += [make_table((name, "episodes", "failed", "share", "their ends"), table)]
     if len(rows) <= MOST_READ and (said := _last_messages(store, run.id, at)):
         parts.append(make_table(("their last message", "failed"), said))
-    parts.append(trajectory_table(list(islice(failures, NEWEST))))
+    parts.append(trajectory_table(failures[:NEWEST]))
     if len(failures) > NEWEST:
         hint = f"ludus show {run.id} --failed lists all {len(failures):,}"
         parts.append(Text(hint, "dim"))
@@ -212,7 +211,7 @@ class _Listed:
         columns = dict(self.columns)
         room = options.max_width
         for name, cells in columns.items():
-            room -= LEAST if name == "dropped" else max(map(len, (name, *cells))) + 2
+            room -= LEAST if name == "dropped" else _width((name, *cells)) + 2
         if room < 0:
             pairs = zip(columns.pop("trajectory"), columns.pop("task"), strict=True)
             columns = {"trajectory, task": [f"{id}\n  {task}" for id, task in pairs], **columns}

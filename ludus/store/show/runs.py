@@ -87,17 +87,9 @@ def render_run(store: RunStore, run_id: str, *, metrics: bool = False) -> Render
     cut = False
     for stage in stages:
         steps = store.steps(run_id, stage.stage)
-        shown = steps[-1].metrics if steps else {}
-        if not metrics:
-            every = shown
-            shown = {name: every[name] for name in MAIN if name in every}
-            if stage.stage == "sft":  # its episodes are the expert's, and stay as they are
-                shown = {name: value for name, value in shown.items() if "rollout/" not in name}
-            if stage.stage.startswith("evaluate/"):
-                shown = {}
-            elif not shown:  # of a back end with names of its own
-                shown = every
-            cut |= len(shown) < len(every)
+        every = steps[-1].metrics if steps else {}
+        shown = every if metrics else _main(stage.stage, every)
+        cut |= len(shown) < len(every)
         if shown:
             title = f"{stage.stage}: step {steps[-1].step}"
             parts += [rule(title), _metrics(steps[0].metrics, shown)]
@@ -116,6 +108,16 @@ def render_run(store: RunStore, run_id: str, *, metrics: bool = False) -> Render
     if newest:
         parts += [rule("newest trajectories"), trajectory_table(newest), Text(hint, "dim")]
     return Group(*parts)
+
+
+def _main(stage: str, metrics: Mapping[str, float]) -> Mapping[str, float]:
+    """Those of MAIN; none of an evaluation, and all of a back end with names of its own."""
+    if stage.startswith("evaluate/"):
+        return {}
+    found = {name: metrics[name] for name in MAIN if name in metrics}
+    if stage == "sft":  # its episodes are the expert's, and stay as they are
+        found = {name: value for name, value in found.items() if "rollout/" not in name}
+    return found or metrics
 
 
 def _heldout(store: RunStore, run: RunRow) -> str:
