@@ -66,8 +66,10 @@ def unseen(run: Run, number: int) -> list[Task]:
     return random.Random(seed).sample(tasks, min(number, len(tasks)))
 
 
-async def measure(run: Run, until: SFTUntilConfig, step: int) -> tuple[list[Group], Evaluation]:
-    """Play training tasks as RL will: sampled, several episodes of each task."""
+async def measure(
+    run: Run, until: SFTUntilConfig, step: int, tasks: Sequence[Task] | None = None
+) -> tuple[list[Group], Evaluation]:
+    """Play training tasks, or the first of `tasks`, as RL will: sampled, several episodes each."""
     settings = run.config.evaluate.model_copy(
         update={
             "num_tasks": None,
@@ -75,7 +77,7 @@ async def measure(run: Run, until: SFTUntilConfig, step: int) -> tuple[list[Grou
             "temperature": run.config.rollout.temperature,
         }
     )
-    tasks = unseen(run, until.num_tasks)
+    tasks = unseen(run, until.num_tasks) if tasks is None else tasks[: until.num_tasks]
     groups, result = await play_heldout(run.collector, tasks, run.config.env, settings, LABEL, step)
     version = run.backend.sampler.policy_version
     return groups, result.model_copy(update={"policy_version": version})

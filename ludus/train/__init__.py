@@ -18,6 +18,7 @@ _ROWS = {
     "gspo_token": "GSPO with one advantage per turn",
     "cispo": "REINFORCE with capped ratios",
     "turn_grpo": "GRPO over the returns of turns",
+    "gigpo": "GRPO, and turns from the same observation compared",
     "ppo": "a critic and GAE",
     "reinforce_pp": "returns normalised over the step",
     "reinforce_pp_baseline": "REINFORCE++ with the group's mean as baseline",

@@ -44,7 +44,8 @@ from ludus.diagnostics.calibration.first import (
 from ludus.diagnostics.calibration.pretrained import with_starting_values
 from ludus.diagnostics.calibration.starting import Start
 from ludus.diagnostics.calibration.subject import MAX_TIERS, Subject
-from ludus.diagnostics.calibration.trials import Trial, try_out
+from ludus.diagnostics.calibration.trials.trial import Trial
+from ludus.diagnostics.calibration.trials.try_out import try_out
 from ludus.diagnostics.calibration.tuned import (
     num_tasks_of,
     with_choices,
@@ -242,6 +243,7 @@ def _calibrate(
         *foretold.of_worlds(distinct, unseen),
         *foretold.of_lengths(lengths, config.model.context_length),
         *foretold.of_turns(expert.turns, config.rollout.max_turns, subject.levels),
+        *foretold.of_heldout(trial, subject.kind),
         *of_trial(config, trial, subject, planned),
         *repeated(subject, expert, tasks),
     ]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ludus.diagnostics.calibration.trials import Trial
+from ludus.diagnostics.calibration.trials.trial import Trial
 from ludus.pipeline.sft_end import LEAST_UNSEEN, recent
 
 MAX_WORDS = 4096

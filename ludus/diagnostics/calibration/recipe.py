@@ -16,7 +16,7 @@ from ludus.core.types import Spec
 from ludus.data.conversations import Conversation
 from ludus.diagnostics.calibration.calibrate import Calibration
 from ludus.diagnostics.calibration.choices import is_expected
-from ludus.diagnostics.calibration.trials import small_steps
+from ludus.diagnostics.calibration.trials.sft import small_steps
 from ludus.envs import ENVS
 
 Line = tuple[str, Any, str]

@@ -10,7 +10,9 @@ from typing import Any
 from ludus.config.schema import RunConfig, TasksConfig
 from ludus.core.types import Spec
 from ludus.diagnostics.calibration import choices
-from ludus.diagnostics.calibration.trials import Trial, at_dtype, groups_of
+from ludus.diagnostics.calibration.trials.dtypes import at_dtype
+from ludus.diagnostics.calibration.trials.rl import groups_of
+from ludus.diagnostics.calibration.trials.trial import Trial
 
 MAX_DEMONSTRATIONS = 6000
 """Most demonstrations of a recipe."""

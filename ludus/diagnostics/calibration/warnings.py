@@ -10,7 +10,7 @@ from statistics import fmean, median
 from ludus.core.errors import counted
 from ludus.diagnostics.calibration.choices import MAX_CONTEXT, SOLVED, Lengths, is_expected
 from ludus.diagnostics.calibration.episodes import Expert, RandomEpisode
-from ludus.diagnostics.calibration.trials import Trial
+from ludus.diagnostics.calibration.trials.trial import Trial
 from ludus.envs.checks.outcomes import needless_thread
 
 SLOW_S = 0.2
@@ -43,6 +43,9 @@ UNDECLARED = (
     "define `world()` (docs/tasks.md, Splits)"
 )
 """Of an environment where different seeds open the same worlds."""
+
+LESS = 0.5
+"""Success of held-out tasks, over that of training tasks, up to which they differ."""
 
 FEW = 50
 """Different tasks below which a run can only memorise them."""
@@ -233,6 +236,26 @@ def other_tasks(
     if kind == "easier" and len(tiers) > 1:
         return f"choose easier levels (--tiers {shlex.quote(tiers[0])}, the first named)"
     return f"choose {kind} levels with --tiers"
+
+
+def of_heldout(trial: Trial, source: str = "env") -> Iterator[str]:
+    """Yields a warning where what SFT learns does not carry over to held-out tasks: their success
+    is at most half of that of training tasks that it did not show, and the intervals are apart.
+
+    Args:
+        source: as in `other_tasks`.
+    """
+    trained, heldout = trial.trained, trial.heldout
+    if trained is None or heldout is None or trained.low is None or heldout.high is None:
+        return
+    if heldout.high < trained.low and heldout.value <= LESS * trained.value:
+        more = "more rows" if source == "data" else "more seeds or levels"
+        yield (
+            f"after {trial.curve[-1][0]} steps of SFT sampled episodes succeed in {trained} of "
+            f"{trained.num_tasks} training tasks that SFT did not show, and in {heldout} of "
+            f"{heldout.num_tasks} held-out tasks: they differ, and what is learned may not carry "
+            f"over; train on more different tasks ({more}), or hold out some that are alike"
+        )
 
 
 def of_trial(

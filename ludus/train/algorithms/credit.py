@@ -163,7 +163,7 @@ class TurnReturns:
         return [self._group(group) for group in groups]
 
     def _group(self, group: Sequence[Earned]) -> list[Advantage]:
-        returns = [self._returns(earned) for earned in group]
+        returns = [returns_by_turn(earned, self.gamma) for earned in group]
         values = [list(by_turn.values()) for by_turn in returns]
         mean, square = _moments(values, "rollout")
         std = math.sqrt(square * len(group) / max(len(group) - 1, 1))
@@ -175,12 +175,14 @@ class TurnReturns:
             assigned.append(Credit(rows))
         return assigned
 
-    def _returns(self, earned: Earned) -> dict[int, float]:
-        rewards, to_go = earned.turn_rewards(), 0.0
-        returns: dict[int, float] = {}
-        for i, _ in reversed(turns_of(earned.trajectory)):
-            to_go = returns[i] = rewards[i] + self.gamma * to_go
-        return dict(reversed(returns.items()))
+
+def returns_by_turn(earned: Earned, gamma: float) -> dict[int, float]:
+    """Returns the rewards from each turn on, discounted by `gamma` per turn, by segment."""
+    rewards, to_go = earned.turn_rewards(), 0.0
+    returns: dict[int, float] = {}
+    for i, _ in reversed(turns_of(earned.trajectory)):
+        to_go = returns[i] = rewards[i] + gamma * to_go
+    return dict(reversed(returns.items()))
 
 
 @dataclass(frozen=True, slots=True)

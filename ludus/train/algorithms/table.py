@@ -28,6 +28,7 @@ from ludus.train.algorithms.aggregates import (
     trajectory_sum,
 )
 from ludus.train.algorithms.ambiguity import ScaledByTrust, Trust, clipped_by_trust
+from ludus.train.algorithms.anchors import AnchorStates
 from ludus.train.algorithms.base import Algorithm, Overlong
 from ludus.train.algorithms.credit import Gae, Outcome, TokenReturns, TurnReturns, Unit, Whitened
 from ludus.train.algorithms.losses import (
@@ -100,6 +101,14 @@ TURN_GRPO = Algorithm(
     source="Kevin, Baronio et al. 2025, arXiv:2507.11948",
 )
 
+GIGPO = Algorithm(
+    "gigpo",
+    advantages=AnchorStates(group_normalised, gamma=0.95, weight=1.0),
+    loss=clipped(0.2, 0.2),
+    aggregate=token_mean,
+    source="Group-in-Group Policy Optimization, Feng et al. 2025, arXiv:2505.10978",
+)
+
 RLOO = Algorithm(
     "rloo",
     advantages=Outcome(leave_one_out),
@@ -156,7 +165,7 @@ SFT = Algorithm(
 )
 
 ROWS = [
-    GRPO, DR_GRPO, DAPO, GSPO, GSPO_TOKEN, CISPO, TURN_GRPO, RLOO, REINFORCE_PP,
+    GRPO, DR_GRPO, DAPO, GSPO, GSPO_TOKEN, CISPO, TURN_GRPO, GIGPO, RLOO, REINFORCE_PP,
     REINFORCE_PP_BASELINE, ADPO, PPO, SFT,
 ]  # fmt: skip
 """All rows, with the papers' settings."""
@@ -251,6 +260,32 @@ def cispo(
 def turn_grpo(clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.28, gamma: Gamma = 0.4) -> Algorithm:
     """GRPO over turns: each turn's advantage comes from the discounted rewards from it on."""
     return replace(TURN_GRPO, loss=clipped(clip_low, clip_high), advantages=TurnReturns(gamma))
+
+
+@shared
+def gigpo(
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.2,
+    gamma: Gamma = 0.95,
+    turn_weight: Annotated[
+        float, Field(gt=0, description="Weight of the turns' advantages beside the episode's.")
+    ] = 1.0,
+    divide_by_std: Annotated[
+        bool, Field(description="Divide advantages by the std, as GRPO; false: as Dr. GRPO.")
+    ] = True,
+    average: Annotated[
+        Literal["token", "trajectory"],
+        Field(description="Mean over all tokens, or of each trajectory's mean, as in GRPO."),
+    ] = "token",
+) -> Algorithm:
+    """GiGPO: GRPO, and turns from the same observation compared within the group."""
+    compare = group_normalised if divide_by_std else group_centred
+    return replace(
+        GIGPO,
+        advantages=AnchorStates(compare, gamma, turn_weight),
+        loss=clipped(clip_low, clip_high),
+        aggregate=token_mean if average == "token" else trajectory_mean,
+    )
 
 
 @shared

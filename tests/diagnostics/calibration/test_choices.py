@@ -13,7 +13,8 @@ from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import choices
 from ludus.diagnostics.calibration.choices import Lengths
 from ludus.diagnostics.calibration.episodes import success_of_one_answer
-from ludus.diagnostics.calibration.trials import Trial, groups_of, time_rl
+from ludus.diagnostics.calibration.trials.rl import groups_of, time_rl
+from ludus.diagnostics.calibration.trials.trial import Trial
 from ludus.pipeline.sft_end import LEAST_UNSEEN
 
 LENGTHS = Lengths(

@@ -13,7 +13,7 @@ from ludus.diagnostics.calibration import recipe
 from ludus.diagnostics.calibration.calibrate import Calibration
 from ludus.diagnostics.calibration.first import base
 from ludus.diagnostics.calibration.subject import Subject, config_tasks
-from ludus.diagnostics.calibration.trials import Trial
+from ludus.diagnostics.calibration.trials.trial import Trial
 from ludus.diagnostics.calibration.tuned import with_choices, with_few_episodes, with_measurement
 
 TEXTCRAFT = Subject("env", "textcraft", "textcraft", Spec(name="textcraft"), ["depth-1"])

@@ -15,18 +15,17 @@ from ludus.core.errors import ConfigError
 from ludus.core.types import Group, Message, Spec, Status, Task
 from ludus.data.conversations import Conversation
 from ludus.data.splits import Splits
-from ludus.diagnostics.calibration import trials
 from ludus.diagnostics.calibration.first import base
 from ludus.diagnostics.calibration.subject import Subject
 from ludus.diagnostics.calibration.tokens import trained
-from ludus.diagnostics.calibration.trials import (
-    Trial,
-    at_dtype,
-    growth,
-    time_dtypes,
-    try_out,
-    unseen_loss,
-)
+from ludus.diagnostics.calibration.trials import try_out as trying
+from ludus.diagnostics.calibration.trials.dtypes import at_dtype, time_dtypes
+from ludus.diagnostics.calibration.trials.rl import affordable, growth
+from ludus.diagnostics.calibration.trials.sft import measurable, to_its_end, unseen_loss
+from ludus.diagnostics.calibration.trials.trial import Trial
+from ludus.diagnostics.calibration.trials.try_out import try_out
+from ludus.evaluate.results import Estimate
+from ludus.pipeline import sft_end
 from ludus.pipeline.build import Run, build
 from ludus.pipeline.parts.tokenizer import make_renderers
 from ludus.store.folders import RunFolder
@@ -105,7 +104,7 @@ async def test_memory_that_does_not_suffice_is_told_without_keys_of_a_recipe(
     def fails(*_: object) -> None:
         raise OutOfMemory("optimizer step 3; its batch is saved in a folder; lower the batch")
 
-    monkeypatch.setattr(trials, "build", fails)
+    monkeypatch.setattr(trying, "build", fails)
     with pytest.raises(ConfigError, match=r"memory does not suffice .* 64 tokens: choose shorter"):
         await try_out(recipe(64), tmp_path, cast(Any, None), None, [], 1.0, print)
 
@@ -132,7 +131,7 @@ def test_episodes_cut_by_a_turn_without_an_end_count_as_those_of_later_steps() -
 def test_a_measurement_of_long_episodes_plays_fewer(max_turns: int, num_tasks: int) -> None:
     config = recipe(64)
     rollout = config.rollout.model_copy(update={"max_turns": max_turns})
-    until = trials.measurable(SFTUntilConfig(), config.model_copy(update={"rollout": rollout}))
+    until = measurable(SFTUntilConfig(), config.model_copy(update={"rollout": rollout}))
     assert (until.num_tasks, until.samples_per_task) == (num_tasks, 4)
 
 
@@ -140,4 +139,26 @@ def test_a_measurement_of_long_episodes_plays_fewer(max_turns: int, num_tasks: i
 def test_groups_of_slow_episodes_are_few(eval_s: float, groups: int) -> None:
     """`eval_s` of 128 episodes; a group has 8."""
     config = recipe(64)
-    assert trials.affordable(Trial(eval_s=eval_s), config, 32) == groups
+    assert affordable(Trial(eval_s=eval_s), config, 32) == groups
+
+
+@pytest.mark.parametrize(("success", "heldout"), [(0.25, 0.0), (0.0, None)])
+async def test_held_out_tasks_are_measured_where_training_tasks_succeed(
+    monkeypatch: pytest.MonkeyPatch, success: float, heldout: float | None
+) -> None:
+    own, others = [Task(id="training")], [Task(id="held-out")]
+    asked: list[Any] = []
+
+    async def measured(run: Any, until: SFTUntilConfig, step: int, tasks: Any = None) -> Any:
+        asked.append(tasks or own)
+        value = success if tasks is None else 0.0
+        estimate = Estimate(value=value, low=0.0, high=1.0, num_tasks=128)
+        return [], SimpleNamespace(success=estimate)
+
+    monkeypatch.setattr(sft_end, "measure", measured)
+    run: Any = SimpleNamespace(config=recipe(64), splits=SimpleNamespace(heldout=others))
+    trial = Trial()
+    await to_its_end(run, cast(Any, SimpleNamespace(steps=40)), 40, trial, math.inf, print)
+    assert trial.curve == [(40, success)]
+    assert (trial.heldout and trial.heldout.value) == heldout
+    assert asked == [own, others][: 1 + (heldout is not None)]

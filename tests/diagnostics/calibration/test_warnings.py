@@ -8,7 +8,8 @@ from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import warnings
 from ludus.diagnostics.calibration.choices import Lengths
 from ludus.diagnostics.calibration.episodes import Expert, RandomEpisode
-from ludus.diagnostics.calibration.trials import Trial
+from ludus.diagnostics.calibration.trials.trial import Trial
+from ludus.evaluate.results import Estimate
 
 
 def expert(*rewards: float, success: bool = True) -> Expert:
@@ -112,6 +113,27 @@ def test_a_target_out_of_reach_is_foretold() -> None:
     assert "take easier questions" in told("data", [], [])
     rising = Trial(curve=[(20, 0.02), (40, 0.12)], signal={1.0: 0.2})
     assert list(warnings.of_trial(rising, 120, 0.4)) == []
+
+
+def test_held_out_tasks_that_differ_are_foretold() -> None:
+    def told(trained: Estimate | None, heldout: Estimate | None, source: str = "env") -> list[str]:
+        trial = Trial(curve=[(330, 0.1)], trained=trained, heldout=heldout)
+        return list(warnings.of_heldout(trial, source))
+
+    tenth = Estimate(value=0.1, low=0.06, high=0.16, num_tasks=128)
+    none = Estimate(value=0.0, low=0.0, high=0.03, num_tasks=128)
+    [warning] = told(tenth, none)
+    assert warning.startswith(
+        "after 330 steps of SFT sampled episodes succeed in 10.0 % (6.0 to 16.0) of 128 training "
+        "tasks that SFT did not show, and in 0.0 % (0.0 to 3.0) of 128 held-out tasks"
+    )
+    assert "more seeds or levels" in warning
+    assert "more rows" in told(tenth, none, "data")[0]
+    assert told(tenth, None) == told(None, None) == told(tenth, tenth) == []
+    assert told(tenth, Estimate(value=0.03, low=0.01, high=0.07, num_tasks=128)) == []
+    half = Estimate(value=0.5, low=0.48, high=0.52, num_tasks=2000)
+    third = Estimate(value=0.35, low=0.33, high=0.37, num_tasks=2000)
+    assert told(half, third) == [], "harder, but no other kind of task"
 
 
 def test_worlds_that_no_run_compares_are_told() -> None:

@@ -31,6 +31,7 @@ from ludus.train.algorithms.table import (
     CISPO,
     DAPO,
     DR_GRPO,
+    GIGPO,
     GRPO,
     GSPO,
     PPO,
@@ -175,6 +176,13 @@ def test_turn_grpo_by_hand() -> None:
     # loss = -[1/2 * 1.28 a + 1/2 * 1/3 * (-3.4 a)]
     a = 0.5 / (math.sqrt(0.5) + 1e-4)
     assert step(TURN_GRPO)[0] == pytest.approx(-0.64 * a + 3.4 / 6 * a)
+
+
+def test_gigpo_by_hand() -> None:
+    # GiGPO (2505.10978): the prompt is a state that both have, so +-a twice; token mean.
+    # X: min(1.5, 1.2) 2a; Y: -2a max(1.1), max(0.5, 0.8), 1.5
+    a = 0.5 / (math.sqrt(0.5) + 1e-4)
+    assert step(GIGPO)[0] == pytest.approx(-2 * a * (1.2 - 3.4) / 4)
 
 
 def test_reinforce_pp_by_hand() -> None:

@@ -1,0 +1,1 @@
+"""Short trials of a recipe, for `ludus init`."""
