@@ -27,7 +27,7 @@ from ludus.rollout.source import GroupSource, require_fresh
 from ludus.telemetry.hosts import HOSTS
 from ludus.telemetry.occupancy import busy
 from ludus.train.algorithms.base import Algorithm, Assignment
-from ludus.train.algorithms.credit import with_advantages
+from ludus.train.algorithms.credit import Advantage, Credit, with_advantages
 from ludus.train.algorithms.entropy import EntropyControl
 from ludus.train.batches.minibatches import TrainSettings
 from ludus.train.batches.samples import to_samples
@@ -96,6 +96,8 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
             metrics = group_metrics(taken) | part_metrics(taken) | {"rollout/rounds": 1.0}
             metrics |= role_metrics(groups) | HOSTS.metrics() | bonus
             metrics |= source.metrics() | score_metrics(scored) | trained | clock.metrics(groups)
+            if algorithm.scored:
+                metrics["train/groups_with_advantage"] = with_advantage(groups, credited)
             shown = annotated(groups, credited, screening.excluded)
             recorder.record(stage.name, step, shown, metrics)
             if stage.after_step and not await stage.after_step(step + 1):
@@ -120,6 +122,20 @@ def credit_by_role(algorithm: Algorithm, groups: Sequence[Group]) -> Assignment:
     for role in dict.fromkeys(map(role_of, groups)):
         pairs += algorithm.credit([g for g in groups if role_of(g) == role]).pairs
     return Assignment(pairs, {})
+
+
+def with_advantage(groups: Sequence[Group], credited: Assignment) -> float:
+    """Share of the groups that have an advantage other than 0, so that they train; of several
+    roles, of those with a policy that trains."""
+    found = {(t.group_id, t.role) for t, advantage in credited.pairs if _is_not_zero(advantage)}
+    number = sum(not all(t.fixed for t in group.trajectories) for group in groups)
+    return len(found) / max(number, 1)
+
+
+def _is_not_zero(advantage: Advantage) -> bool:
+    if isinstance(advantage, Credit):
+        return any(map(any, advantage.advantages))
+    return advantage != 0
 
 
 def annotated(

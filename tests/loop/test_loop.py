@@ -12,14 +12,25 @@ import torch
 from loop_helpers import LEVERS, PLACES, Recording, World, task
 
 from ludus.core.errors import ConfigError, TrainingError
-from ludus.core.types import Group, Score, Segment, Spec, Status, Task, Trajectory
-from ludus.loop.loop import run_stage
+from ludus.core.types import (
+    DOES_NOT_TRAIN,
+    Group,
+    Score,
+    Segment,
+    Spec,
+    Status,
+    Task,
+    Trajectory,
+)
+from ludus.loop.loop import run_stage, with_advantage
 from ludus.loop.metrics import group_metrics, score_metrics
 from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import TaskSampler
 from ludus.telemetry.metrics import NAME
 from ludus.telemetry.occupancy import PARTS
 from ludus.train import ALGORITHMS
+from ludus.train.algorithms.base import Assignment
+from ludus.train.algorithms.credit import Credit
 from ludus.train.batches.minibatches import train_metrics
 
 EVERYTHING = [(place, lever) for place in PLACES for lever in LEVERS]
@@ -32,6 +43,7 @@ ALWAYS = {
     "rollout/groups_with_signal",
     "rollout/rounds",
     "tasks/epoch",
+    "train/groups_with_advantage",
     "train/optimizer_steps",
     "train/policy_version",
     "time/rollout_s",
@@ -212,6 +224,7 @@ async def test_a_group_without_signal_does_not_hold_back_the_others(tmp_path: Pa
     assert not same(weights(world), before)
     assert kept.metric("train/optimizer_steps") == [1]
     assert kept.metric("rollout/groups_with_signal") == [1 / 3]
+    assert kept.metric("train/groups_with_advantage") == [1 / 3]
     assert kept.metric("rollout/excluded") == [8]
 
 
@@ -370,3 +383,21 @@ def test_names_of_scores_become_names_of_metrics(name: str, metric: str) -> None
     metrics = group_metrics([Group("g", Task(id="t"), [trajectory])])
     assert metrics[metric] == 0.5
     assert NAME.fullmatch(metric)
+
+
+def test_groups_with_an_advantage_are_counted_by_role() -> None:
+    def group(role: str, *trajectories: Trajectory) -> Group:
+        for trajectory in trajectories:
+            trajectory.role = role
+        return Group("g", task("hall"), list(trajectories))
+
+    def episode(name: str, dropped: str | None = None) -> Trajectory:
+        return Trajectory(name, "g", "hall", reward=1.0, dropped=dropped)
+
+    a, b, c, d = (episode(name) for name in "abcd")
+    fixed = episode("e", f"the policy 'referee' {DOES_NOT_TRAIN}")
+    groups = [group("wolf", a, b), group("hunter", c, d), group("referee", fixed)]
+    turns = Credit([[], [0.0, 0.0], [], [0.5]])
+    assert with_advantage(groups, Assignment([(a, turns), (b, 0.0), (c, 0.0), (d, 0.0)], {})) == 0.5
+    assert with_advantage(groups, Assignment([(a, Credit([[], [0.0]])), (c, -1.0)], {})) == 0.5
+    assert with_advantage([], Assignment([], {})) == 0.0

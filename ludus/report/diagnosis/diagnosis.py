@@ -86,6 +86,7 @@ OF_ALL_STAGES = {"unknown", "memory", "short"}
 WATCHED = (
     "rollout/episodes", "rollout/excluded", "rollout/reward", "rollout/success",
     "rollout/groups_with_signal", "rollout/groups_failed", "rollout/groups_solved",
+    "train/groups_with_advantage",
     "rollout/truncated_turns", "rollout/truncated_length", "rollout/truncated_context",
     "rollout/turns_of_success", "rollout/turns_of_truncated", "rollout/unknown_tokens",
     "rollout/tokens", "tasks/tier", "train/entropy", "train/grad_norm", "train/kl", "train/ratio",

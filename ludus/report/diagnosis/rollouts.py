@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from ludus.config.schema import RunConfig
-from ludus.report.diagnosis.findings import WINDOW, Found, History, level_of, mean, percent
+from ludus.report.diagnosis.findings import (
+    WINDOW,
+    Found,
+    History,
+    level_of,
+    mean,
+    percent,
+    signal_of,
+)
 
 SIGNAL_STEPS = 5
 """Steps without any signal before a warning: a warm-up or a hard batch may take a few."""
@@ -42,7 +50,7 @@ def out_of_reach(history: History, config: RunConfig) -> Found | None:
         return None
     failed = history.overall("rollout/groups_failed")
     groups = round(history.total("rollout/episodes") / rl.group_size)
-    signal = history.last("rollout/groups_with_signal")
+    signal = signal_of(history)
     if failed is None or groups < MIN_GROUPS or (signal and mean(signal) > 0.25):
         return None
     solved = 1.0 - failed
@@ -64,11 +72,11 @@ def out_of_reach(history: History, config: RunConfig) -> Found | None:
 
 def no_signal(history: History, config: RunConfig) -> Found | None:
     """The episodes of nearly every group have equal rewards, so nothing has an advantage."""
-    signal = history.last("rollout/groups_with_signal", SIGNAL_STEPS)
+    signal = signal_of(history, SIGNAL_STEPS)
     if config.rl is None or len(signal) < SIGNAL_STEPS:
         return None
     if any(signal):
-        signal = history.last("rollout/groups_with_signal")
+        signal = signal_of(history)
         if len(signal) < WINDOW or config.rl.groups_per_step * WINDOW < MIN_GROUPS:
             return None
     equal = 1.0 - mean(signal)

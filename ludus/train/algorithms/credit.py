@@ -216,13 +216,14 @@ class Gae:
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
 
     A step is a token or a turn. A turn has one value, before its first token, and one advantage,
-    shared by its tokens. V after the last step is the critic's value if the episode was truncated,
-    and 0 if the episode ended. The critic's target is A_t + V_t.
+    shared by its tokens. V after the last step is 0; with `bootstrap` it is the critic's value
+    where the episode was truncated. The critic's target is A_t + V_t.
     """
 
     gamma: float = 1.0
     lam: float = 0.95
     level: Literal["token", "turn"] = "token"
+    bootstrap: bool = False
 
     def __call__(self, groups: Sequence[Sequence[Earned]]) -> list[list[Advantage]]:
         return [[self._one(earned) for earned in group] for group in groups]
@@ -232,8 +233,8 @@ class Gae:
         advantages: PerToken = [[] for _ in trajectory.segments]
         returns: PerToken = [[] for _ in trajectory.segments]
         steps = list(self._steps(earned))
-        truncated = trajectory.status is not Status.COMPLETED
-        after = _value(steps[-1][1], -1) if steps and truncated else 0.0
+        goes_on = self.bootstrap and trajectory.status is not Status.COMPLETED
+        after = _value(steps[-1][1], -1) if steps and goes_on else 0.0
         to_go = 0.0
         for i, segment, start, length, reward in reversed(steps):
             value = _value(segment, start)

@@ -383,6 +383,13 @@ def ppo(
     value_coefficient: Annotated[
         float, Field(gt=0, description="Weight of the critic's loss.")
     ] = 0.5,
+    bootstrap: Annotated[
+        bool,
+        Field(
+            description="After an episode that a limit of tokens or turns cut, take the critic's "
+            "value: the limit is no part of the task. False: 0."
+        ),
+    ] = False,
     critic_lr: Annotated[float, Field(gt=0, description="Learning rate of the critic.")] = 1e-3,
     value_clip: Annotated[
         float, Field(gt=0, description="Maximum change of the critic's values by an update.")
@@ -392,7 +399,7 @@ def ppo(
     """PPO: a critic on the policy's trunk, generalised advantage estimates, clipped losses."""
     return replace(
         PPO,
-        advantages=Whitened(Gae(gamma, lam, level), whiten_over),
+        advantages=Whitened(Gae(gamma, lam, level, bootstrap), whiten_over),
         loss=with_value_loss(clipped(clip_low, clip_high), value_coefficient, value_clip),
         critic_lr=critic_lr,
     )

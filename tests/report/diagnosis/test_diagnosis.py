@@ -199,6 +199,15 @@ def test_tasks_of_a_curriculum_may_get_harder(config: RunConfig) -> None:
     assert told(config, 60, change) == []
 
 
+def test_groups_with_equal_rewards_that_train_are_no_fault(config: RunConfig) -> None:
+    """Those of one episode with a critic, and of turns that are compared."""
+    alike = {"rollout/groups_with_signal": 0.0, "rollout/groups_solved": 0.6}
+    assert [f.kind for f in told(config, 30, alike)] == ["signal"]
+    assert told(config, 30, {**alike, "train/groups_with_advantage": 1.0}) == []
+    none = {"train/groups_with_advantage": 0.0, "rollout/groups_solved": 0.6}
+    assert [f.kind for f in told(config, 30, none)] == ["signal"]
+
+
 def test_rewards_of_degrees_are_a_signal_without_success(config: RunConfig) -> None:
     partial = {**NOTHING, "rollout/groups_with_signal": 0.9}
     rising = told(config, 40, lambda step: {**partial, "rollout/reward": step / 100})

@@ -124,8 +124,10 @@ def test_gae_over_tokens_by_hand() -> None:
 def test_gae_bootstraps_where_an_episode_was_cut() -> None:
     # b0: 2 + 0.5 * 4 - 3 = 1; a1: 0.5 + 0.25 = 0.75; a0: 0.1875
     for status in (Status.TRUNCATED_TURNS, Status.TRUNCATED_LENGTH):
-        [[credit]] = Gae(0.5, 0.5)([[valued(status)]])
+        [[credit]] = Gae(0.5, 0.5, bootstrap=True)([[valued(status)]])
         assert of(credit) == [[0.1875, 0.75], [1.0]]
+        [[credit]] = Gae(0.5, 0.5)([[valued(status)]])
+        assert of(credit) == [[0.0625, 0.25], [-1.0]], "a failure like any other"
 
 
 def test_gae_over_turns_by_hand() -> None:
