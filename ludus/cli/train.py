@@ -122,7 +122,8 @@ def _reduced(config: Any, skip_sft: bool, skip_rl: bool, quick_test: bool) -> An
     """The recipe with less to do."""
     from ludus.pipeline.quick import quick, without_stages
 
-    config = without_stages(config, sft=skip_sft, rl=skip_rl)
+    note = partial(typer.echo, err=True)
+    config = without_stages(config, sft=skip_sft, rl=skip_rl, note=note)
     if quick_test:
         config, notes = quick(config)
         typer.echo("\n  ".join([f"--quick-test: {notes[0]}", *notes[1:]]), err=True)

@@ -6,7 +6,7 @@ config, notes = quick(config)       `ludus train RECIPE --quick-test`
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ludus.config.schema import RunConfig
@@ -121,8 +121,13 @@ def _from_scratch(data: dict[str, Any]) -> None:
             policy["model"] = "same"
 
 
-def without_stages(config: RunConfig, *, sft: bool, rl: bool) -> RunConfig:
+def without_stages(
+    config: RunConfig, *, sft: bool, rl: bool, note: Callable[[str], object] = lambda _: None
+) -> RunConfig:
     """Returns the recipe without its SFT (and demonstrations), or without its RL.
+
+    Args:
+        note: told of settings that have no effect without SFT, and are left out too.
 
     Errors: ConfigError where there is nothing to skip, or nothing is left to train.
     """
@@ -134,8 +139,13 @@ def without_stages(config: RunConfig, *, sft: bool, rl: bool) -> RunConfig:
     data = config.model_dump()
     if sft:
         data |= {"sft": None, "demonstrations": None}
-        data["rl"]["steps_per_unused_sft_step"] = 0.0
-        data["evaluate"]["before_sft"] = False
+        for section, key, off in (
+            ("rl", "steps_per_unused_sft_step", 0.0),
+            ("evaluate", "before_sft", False),
+        ):
+            if data[section][key] != off:
+                note(f"--skip-sft: {section}.{key} has no effect without SFT, and is left out")
+                data[section][key] = off
     if rl:
         data["rl"] = None
     return RunConfig.model_validate(data)

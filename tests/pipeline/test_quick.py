@@ -77,6 +77,18 @@ def test_a_stage_is_left_out() -> None:
     assert without.sft == config.sft
 
 
+def test_settings_without_effect_are_told_where_sft_is_left_out() -> None:
+    told: list[str] = []
+    config = recipe("babyai-tiny")
+    without_stages(config, sft=True, rl=False, note=told.append)
+    assert told == []
+    evaluate = config.evaluate.model_copy(update={"before_sft": True})
+    config = config.model_copy(update={"evaluate": evaluate})
+    without = without_stages(config, sft=True, rl=False, note=told.append)
+    assert not without.evaluate.before_sft
+    assert told == ["--skip-sft: evaluate.before_sft has no effect without SFT, and is left out"]
+
+
 @pytest.mark.parametrize(
     ("changes", "skipped", "problem"),
     [
