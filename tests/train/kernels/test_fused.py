@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, Phi3Config, Qwen2C
 
 from ludus.train.forward import Forward
 from ludus.train.kernels import logprobs
-from ludus.train.kernels.bindings import kernels
+from ludus.train.kernels.bindings import Kernels, kernels
 
 pytestmark = pytest.mark.skipif(
     kernels(torch.float32) is None, reason="no C compiler here, or LUDUS_NATIVE=0"
@@ -57,4 +57,31 @@ def test_a_scaled_residual_keeps_its_own_layers() -> None:
         type(TILED["granite"])(**COMMON, num_key_value_heads=2, residual_multiplier=0.5),
         attn_implementation="sdpa",
     )
+    assert Forward(model)._layers is None
+
+
+@pytest.mark.parametrize("sharper", [1.0, 4.0, 8.0, 16.0])
+def test_layers_of_sharp_heads(sharper: float) -> None:
+    """Their gradients of queries and keys cancel, so rounding is a large part of them."""
+    model = make("qwen3")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_norm.weight.mul_(sharper)
+            layer.self_attn.k_norm.weight.mul_(sharper)
+    assert Forward(model)._layers is not None
+
+
+@pytest.mark.parametrize("sharper", [1.0, 8.0])
+def test_wrong_layers_are_not_used(monkeypatch: pytest.MonkeyPatch, sharper: float) -> None:
+    model = make("qwen3")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_norm.weight.mul_(sharper)
+    own = Kernels.rotate_back
+
+    def wrong(*args: Any) -> Any:
+        dqkv, dnorms = own(*args)
+        return dqkv * 1.01, dnorms
+
+    monkeypatch.setattr(Kernels, "rotate_back", wrong)
     assert Forward(model)._layers is None
