@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, pstdev
 from tempfile import TemporaryDirectory
@@ -16,10 +15,16 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
 from ludus.core.system.signals import run
 from ludus.core.types import Message, Task
-from ludus.data.conversations import Conversation, read_conversations
+from ludus.data.conversations import Conversation
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import choices, tokens
 from ludus.diagnostics.calibration import warnings as foretold
+from ludus.diagnostics.calibration.conversations import (
+    conversations_of,
+    heldout_episodes,
+    measured,
+    openings,
+)
 from ludus.diagnostics.calibration.distinct import by_tier, total, undeclared
 from ludus.diagnostics.calibration.episodes import (
     Expert,
@@ -56,7 +61,6 @@ from ludus.diagnostics.calibration.tuned import (
 from ludus.diagnostics.calibration.warnings import SLOW_S
 from ludus.diagnostics.plan import shape_of
 from ludus.pipeline.preflight.again import difference
-from ludus.pipeline.preflight.episodes import play_sample
 
 EXPERT_S = 12.0
 """Seconds for the expert's episodes."""
@@ -72,12 +76,6 @@ NUM_REPEATED, REPEAT_S = 8, 4.0
 
 NUM_EPISODES = 6000
 """Most episodes of the expert during calibration."""
-
-NUM_MEASURED, LEAST_MEASURED = 1600, 64
-"""Most of them that are measured in tokens, and the least, however long they are."""
-
-MEASURED_CHARACTERS = 2_000_000
-"""Characters of theirs: a million take about 7 s."""
 
 TRIAL_TOKENS = 500_000
 """Tokens of the episodes that the trial of SFT has: with few, it would learn them by heart."""
@@ -169,7 +167,8 @@ def _calibrate(
     config = base(subject, seed, model, data_file, shows=bool(good))
     shown = conversations_of(config, measured(good), tasks) if good else openings(config, tasks)
     half = max(len(shown) // 2, 1)
-    config, vocabulary, unknown = tokenizer_for(config, shown[:half], shown[half:])
+    others = heldout_episodes(config, subject) if good and model is None else []
+    config, vocabulary, unknown = tokenizer_for(config, shown[:half], shown[half:], others)
     if model is None:
         turns = "answers" if subject.kind == "data" else "expert's turns"
         say(
@@ -288,31 +287,6 @@ def of_trial(
         if (rl := config.rl) is not None:
             steps = planned.likely if planned else rl.steps
             yield from foretold.of_episodes(steps * rl.groups_per_step * rl.group_size)
-
-
-def measured(good: Sequence[Demonstration]) -> Sequence[Demonstration]:
-    """The demonstrations that are split into tokens: fewer of long ones."""
-    sizes = (sum(len(m.content) for m in d.messages) for d in good)
-    within = sum(total <= MEASURED_CHARACTERS for total in accumulate(sizes))
-    return good[: min(max(within, LEAST_MEASURED), NUM_MEASURED)]
-
-
-def conversations_of(
-    config: RunConfig, good: Sequence[Demonstration], tasks: Sequence[Task]
-) -> list[Conversation]:
-    """The demonstrations of these tasks, as SFT shows them."""
-    ids = {task.id for task in tasks}
-    kept = [d for d in good if d.task_id in ids]
-    return read_conversations(config.model_copy(update={"sft": None}), kept, tasks)[0]
-
-
-def openings(config: RunConfig, tasks: Sequence[Task]) -> list[Conversation]:
-    """The openings of a few tasks, for their lengths: there is no expert's turn."""
-    placeholder = Message(role="assistant", content="ok")
-    return [
-        Conversation(p.task, [*p.task.prompt, *p.opening, placeholder], None, None)
-        for p in run(play_sample(config, tasks[:16])).opened
-    ]
 
 
 def fewer_tiers(

@@ -89,17 +89,28 @@ def base(
 
 
 def tokenizer_for(
-    config: RunConfig, shown: Sequence[Conversation], new: Sequence[Conversation]
+    config: RunConfig,
+    shown: Sequence[Conversation],
+    new: Sequence[Conversation],
+    heldout: Sequence[Conversation] = (),
 ) -> tuple[RunConfig, int, tuple[float, float]]:
     """`words` where unseen episodes have its words, else the finest of TOKENIZERS with which a
     mean episode keeps its limit; a model's own tokenizer stays.
+
+    `heldout`: episodes of held-out levels, where the environment has its own; their words are not
+    learned, for only the kind of tokenizer follows from them.
 
     Answers with new words are put together from parts. A model from scratch learns that from
     letters in a fraction of the steps that it takes from larger parts (docs/log.md).
     """
     if config.model.path is not None:
         return config, len(tokens.trained(config, (), ())), (0.0, 0.0)
-    size, in_turns, in_prompts = tokens.unknown_shares(config, shown, new or shown)
+
+    def measured() -> tuple[int, float, float]:
+        kinds = [new or shown, *([heldout] if heldout else [])]
+        return max(tokens.unknown_shares(config, shown, kind) for kind in kinds)
+
+    size, in_turns, in_prompts = measured()
     if tokens.fits_words(size, in_turns, in_prompts):
         return config, size, (in_turns, in_prompts)
     for spec, most in TOKENIZERS:
@@ -108,7 +119,7 @@ def tokenizer_for(
         few = shown[:NUM_COUNTED]
         if tokens.lengths(config, tokens.trained(config, few, ()), few).episode_mean <= most:
             break
-    size, in_turns, in_prompts = tokens.unknown_shares(config, shown, new or shown)
+    size, in_turns, in_prompts = measured()
     return config, size, (in_turns, in_prompts)
 
 

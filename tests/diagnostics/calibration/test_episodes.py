@@ -11,7 +11,8 @@ from ludus.core.errors import ConfigError
 from ludus.core.system.signals import run
 from ludus.core.types import Message, Spec, Task
 from ludus.data.expert import Demonstration
-from ludus.diagnostics.calibration.calibrate import measured, refuse_long, repeated
+from ludus.diagnostics.calibration.calibrate import refuse_long, repeated
+from ludus.diagnostics.calibration.conversations import measured
 from ludus.diagnostics.calibration.episodes import (
     Expert,
     play_again,
