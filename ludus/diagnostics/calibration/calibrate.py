@@ -226,6 +226,7 @@ def _calibrate(
                 of_training[: max(int(TRIAL_TOKENS / lengths.episode_mean), 64)],
                 TRIAL_S,
                 say,
+                heldout=others,
                 slow=slow,
             )
         )

@@ -136,6 +136,17 @@ def test_held_out_tasks_that_differ_are_foretold() -> None:
     assert told(half, third) == [], "harder, but no other kind of task"
 
 
+def test_held_out_levels_with_other_words_are_foretold() -> None:
+    def told(own: float, others: float) -> list[str]:
+        return list(warnings.of_heldout(Trial(curve=[(120, 0.0)], gap=(own, others))))
+
+    assert told(0.23, 0.24) == told(0.4, 0.85) == []
+    [warning] = told(0.15, 4.27)
+    assert "a loss of 0.15 nats a token" in warning
+    assert "and of 4.27 in held-out levels" in warning
+    assert "--tiers" in warning
+
+
 def test_worlds_that_no_run_compares_are_told() -> None:
     assert "may be memory" in "".join(warnings.of_worlds(336, undeclared=True))
     assert list(warnings.of_worlds(336, undeclared=False)) == []

@@ -28,6 +28,8 @@ class Trial:
         curve: steps of SFT and success of sampled episodes.
         trained, heldout: the last of them with its interval, and that of held-out tasks; None where
             no episode succeeds, or a measurement takes long.
+        gap: after SFT, the loss per token of the expert's turns in unseen episodes of training
+            tasks, and of held-out levels; None where the environment has none.
         signal: share of groups with different rewards, by temperature; `success` likewise.
         rl_step_s: of a step with the groups of the configuration.
         growth: turns of an episode when RL begins, over those of the trial, which a policy that
@@ -41,6 +43,7 @@ class Trial:
     curve: list[tuple[int, float]] = field(default_factory=list)
     trained: Estimate | None = None
     heldout: Estimate | None = None
+    gap: tuple[float, float] | None = None
     signal: dict[float, float] = field(default_factory=dict)
     success: dict[float, float] = field(default_factory=dict)
     rl_step_s: float = 0.0

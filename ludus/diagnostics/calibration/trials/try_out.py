@@ -37,10 +37,16 @@ async def try_out(
     seconds: float,
     say: Callable[[str], object],
     *,
+    heldout: Sequence[Conversation] = (),
     slow: bool = False,
 ) -> Trial:
-    """Try the SFT and RL of a recipe in about `seconds`. `slow`: a step of the environment takes so
-    long that groups are played at one temperature only, and few of them."""
+    """Try the SFT and RL of a recipe in about `seconds`.
+
+    Args:
+        heldout: the expert's episodes of held-out levels.
+        slow: a step of the environment takes so long that groups are played at one temperature
+            only, and few of them.
+    """
     trial, begun = Trial(), time.perf_counter()
     number = min(sft.NUM_UNSEEN, max(len(conversations) // 5, 1))
     shown, held = conversations[number:] or conversations, conversations[:number]
@@ -78,6 +84,12 @@ async def try_out(
                 break
         _, best, stage, step = next(item for item in runs if item[0] == trial.rate)
         await sft.to_its_end(best, stage, step, trial, begun + 0.7 * seconds, say)
+        if heldout:
+            own, others = trial.gap = sft.unseen_loss(best, held), sft.unseen_loss(best, heldout)
+            say(
+                f"loss of the expert's turns: {own:.2f} nats a token in unseen episodes of "
+                f"training tasks, {others:.2f} in those of held-out levels"
+            )
         await rl.measure(
             best, trial, begun + seconds, say, slow, rl.turns_at_start(config, conversations)
         )
