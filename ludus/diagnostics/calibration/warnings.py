@@ -45,8 +45,8 @@ UNDECLARED = (
 """Of an environment where different seeds open the same worlds."""
 
 MORE_LOSS = 0.5
-"""Nats a token of the expert's turns in held-out levels, beyond those in unseen training tasks, from
-which they differ: coin has 0.01, peckingorder, whose held-out success stays 0 %, 4.1."""
+"""Nats a token of the expert's turns in held-out levels, beyond those in unseen training tasks,
+above which they differ: coin has 0.01, peckingorder, whose held-out success stays 0 %, 4.1."""
 
 LESS = 0.5
 """Success of held-out tasks, over that of training tasks, up to which they differ."""
@@ -254,8 +254,8 @@ def of_heldout(trial: Trial, source: str = "env") -> Iterator[str]:
     if others > own + MORE_LOSS:
         yield (
             f"after {trial.curve[-1][0]} steps of SFT the expert's turns have a loss of {own:.2f} "
-            f"nats a token in training tasks that SFT did not show, and of {others:.2f} in held-out "
-            "levels: these have words or rules that training lacks, and what is learned will "
+            f"nats a token in training tasks that SFT did not show, and of {others:.2f} in "
+            "held-out levels: these have words or rules that training lacks, and what is learned will "
             "hardly carry over; train on more levels with --tiers, or hold out tasks of the "
             "training levels (`tasks.heldout`)"
         )
