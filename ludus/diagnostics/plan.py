@@ -17,8 +17,9 @@ context. The device reaches the fraction `efficiency` of its peak.
     tools       calls * seconds of a call (`ToolCalls`)
 
 Floors, on any device: the time of a layer's kernels (`Hardware.layer_s`) a pass, SAMPLED_S a token,
-TURN_S a turn, STEP_S a step and START_S a run. They come from the CPU runs of
-docs/benchmarks/growth.json (0.9 million parameters, one core, little other load).
+TURN_S a turn, STEP_S a step and START_S a run. They come from RL of five recipes of `ludus init` (a
+million parameters, two cores of an AMD EPYC of 2024, docs/log.md); a slower core takes up to three
+times as long.
 """
 
 from __future__ import annotations
@@ -57,11 +58,15 @@ START_S = 10.0
 STEP_S = 0.05
 """Seconds of a step besides the model's work: batches, optimizer, publication, metrics."""
 
-TURN_S = 0.4e-3
+TURN_S = 0.1e-3
 """Processor seconds of ludus for a turn: parsing, templates, tokens, records. One core does it."""
 
-SAMPLED_S = 30e-6
+SAMPLED_S = 6e-6
 """Processor seconds for a sampled token besides the model's: a draw, its record."""
+
+CPU_SAMPLING = 0.8
+"""Fraction of torch's peak that ludus' sampler reaches on a CPU, at least: its products of a few
+rows are faster than torch's, and keys and values mostly lie in the caches."""
 
 PARTING = 0.005
 """Probability that an episode parts from its group's others at a sampled token; fitted to the
@@ -334,11 +339,14 @@ class _Estimate:
         decoding the turns."""
         batch = min(episodes, self.config.rollout.concurrency)
         item = self.memory.sampling_item
-        flops = self._flops(item)
+        efficiency = self.efficiency
+        if self.config.model.device == "cpu" and self.on.name == "here":
+            efficiency = max(efficiency, CPU_SAMPLING)
+        flops = self._flops(item) * efficiency / self.efficiency
         weights = (self.cost.body + self.cost.head) * item
         read = weights + batch * one.length / 2 * self.memory.cache_item
         step = max(
-            read / (self.efficiency * self.on.bandwidth),
+            read / (efficiency * self.on.bandwidth),
             self.cost.forward(batch, batch, batch * one.length / 2) / flops,
         )
         observed = max(one.length - one.sampled, 0.0) * episodes * distinct

@@ -22,7 +22,7 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
 from ludus.diagnostics.hardware import Hardware
 from ludus.diagnostics.memory import Memory
-from ludus.diagnostics.plan import PARTING, SAMPLED_S, STEP_S, TURN_S, shape_of
+from ludus.diagnostics.plan import PARTING, STEP_S, shape_of
 from ludus.diagnostics.simulation.replica import PassCost
 from ludus.diagnostics.simulation.spec import ClusterSpec
 from ludus.models.flops import Shape
@@ -30,6 +30,10 @@ from ludus.train import ALGORITHMS
 
 MEMORY_USED = 0.9
 """Part of a GPU's memory that a sampler uses, as vLLM's default `gpu_memory_utilization`."""
+
+TURN_S, SAMPLED_S = 0.4e-3, 30e-6
+"""Processor seconds of ludus for a turn, and for a sampled token: on a slow core of a busy machine
+(docs/benchmarks/growth.json)."""
 
 TENSOR_PARALLEL_S = 20e-6
 """Seconds a layer and pass of the two all-reduces of a tensor-parallel sampler."""
