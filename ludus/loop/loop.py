@@ -97,7 +97,7 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
             metrics |= role_metrics(groups) | HOSTS.metrics() | bonus
             metrics |= source.metrics() | score_metrics(scored) | trained | clock.metrics(groups)
             if algorithm.scored:
-                metrics["train/groups_with_advantage"] = with_advantage(groups, credited)
+                metrics["train/groups_with_advantage"] = share_with_advantage(groups, credited)
             shown = annotated(groups, credited, screening.excluded)
             recorder.record(stage.name, step, shown, metrics)
             if stage.after_step and not await stage.after_step(step + 1):
@@ -124,7 +124,7 @@ def credit_by_role(algorithm: Algorithm, groups: Sequence[Group]) -> Assignment:
     return Assignment(pairs, {})
 
 
-def with_advantage(groups: Sequence[Group], credited: Assignment) -> float:
+def share_with_advantage(groups: Sequence[Group], credited: Assignment) -> float:
     """Share of the groups that have an advantage other than 0, so that they train; of several
     roles, of those with a policy that trains."""
     found = {(t.group_id, t.role) for t, advantage in credited.pairs if _is_not_zero(advantage)}

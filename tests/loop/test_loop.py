@@ -22,7 +22,7 @@ from ludus.core.types import (
     Task,
     Trajectory,
 )
-from ludus.loop.loop import run_stage, with_advantage
+from ludus.loop.loop import run_stage, share_with_advantage
 from ludus.loop.metrics import group_metrics, score_metrics
 from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import TaskSampler
@@ -398,6 +398,11 @@ def test_groups_with_an_advantage_are_counted_by_role() -> None:
     fixed = episode("e", f"the policy 'referee' {DOES_NOT_TRAIN}")
     groups = [group("wolf", a, b), group("hunter", c, d), group("referee", fixed)]
     turns = Credit([[], [0.0, 0.0], [], [0.5]])
-    assert with_advantage(groups, Assignment([(a, turns), (b, 0.0), (c, 0.0), (d, 0.0)], {})) == 0.5
-    assert with_advantage(groups, Assignment([(a, Credit([[], [0.0]])), (c, -1.0)], {})) == 0.5
-    assert with_advantage([], Assignment([], {})) == 0.0
+    assert (
+        share_with_advantage(groups, Assignment([(a, turns), (b, 0.0), (c, 0.0), (d, 0.0)], {}))
+        == 0.5
+    )
+    assert (
+        share_with_advantage(groups, Assignment([(a, Credit([[], [0.0]])), (c, -1.0)], {})) == 0.5
+    )
+    assert share_with_advantage([], Assignment([], {})) == 0.0

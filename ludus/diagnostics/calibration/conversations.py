@@ -19,10 +19,10 @@ NUM_HELDOUT, HELDOUT_S = 64, 3.0
 """Tasks of held-out levels that the expert plays, for their words; at most so many seconds."""
 
 NUM_MEASURED, LEAST_MEASURED = 1600, 64
-"""Most of them that are measured in tokens, and the least, however long they are."""
+"""Most demonstrations that are measured in tokens, and the least, however long they are."""
 
 MEASURED_CHARACTERS = 2_000_000
-"""Characters of theirs: a million take about 7 s."""
+"""Most characters of these demonstrations: a million take about 7 s."""
 
 
 def measured(good: Sequence[Demonstration]) -> Sequence[Demonstration]:

@@ -251,7 +251,7 @@ def of_heldout(trial: Trial, source: str = "env") -> Iterator[str]:
         source: as in `other_tasks`.
     """
     own, others = trial.gap or (0.0, 0.0)
-    if others > own + MORE_LOSS:
+    if own + MORE_LOSS < others < math.inf:
         yield (
             f"after {trial.curve[-1][0]} steps of SFT the expert's turns have a loss of {own:.2f} "
             f"nats a token in training tasks that SFT did not show, and of {others:.2f} in "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ludus.data.expert import Demonstration
@@ -140,7 +141,7 @@ def test_held_out_levels_with_other_words_are_foretold() -> None:
     def told(own: float, others: float) -> list[str]:
         return list(warnings.of_heldout(Trial(curve=[(120, 0.0)], gap=(own, others))))
 
-    assert told(0.23, 0.24) == told(0.4, 0.85) == []
+    assert told(0.23, 0.24) == told(0.4, 0.85) == told(0.2, math.inf) == []
     [warning] = told(0.15, 4.27)
     assert "a loss of 0.15 nats a token" in warning
     assert "and of 4.27 in held-out levels" in warning
