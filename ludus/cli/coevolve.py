@@ -157,7 +157,7 @@ def show_plan(
     """Print the plan; exit code 1 where it does not fit."""
     from ludus.coevolve.checks import check_all
     from ludus.coevolve.flow import storage_of
-    from ludus.coevolve.plan import EFFICIENCY, plan
+    from ludus.coevolve.plan import plan
     from ludus.coevolve.plan_lines import lines
     from ludus.coevolve.roles import Roles
     from ludus.config.coevolve import CoevolveConfig
@@ -167,7 +167,7 @@ def show_plan(
     with named_origins(recipe, overrides):
         roles = Roles(config, storage_of(config))
         check_all(roles)
-    estimate = plan(roles, hardware, fill, efficiency or EFFICIENCY)
+    estimate = plan(roles, hardware, fill, efficiency)
     for line in lines(roles, estimate):
         typer.echo(line)
     if estimate.too_large:

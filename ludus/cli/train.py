@@ -232,9 +232,14 @@ def plan(
         ),
     ] = None,
     efficiency: Annotated[
-        float,
-        typer.Option(min=0.01, max=1, help="Fraction of the hardware's peak that is reached."),
-    ] = 0.35,
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=1,
+            help="Fraction of the hardware's peak that is reached; default: 0.35, and 0.8 of "
+            "sampling on this machine's CPU.",
+        ),
+    ] = None,
     env_step_s: Annotated[
         float | None,
         typer.Option(min=0, help="Seconds of an environment step; default: as measured here."),
@@ -276,7 +281,7 @@ def plan(
     if cluster is not None:
         if is_coevolution(recipe):
             raise ConfigError("--cluster: a co-evolution cannot be simulated: name a run's recipe")
-        differs = {"--hardware": hardware != "here", "--efficiency": efficiency != 0.35}
+        differs = {"--hardware": hardware != "here", "--efficiency": efficiency is not None}
         differs |= {"--env-step-s": env_step_s is not None, "--tool-calls": tool_calls is not None}
         differs |= {"--tool-call-s": tool_call_s is not None}
         if wrong := [option for option, differing in differs.items() if differing]:

@@ -29,10 +29,6 @@ STAGE_S = 1.0
 """Seconds to open and close a small model: all stages run in one process, which starts once."""
 
 
-EFFICIENCY = 0.35
-"""Fraction of the hardware's peak that is reached."""
-
-
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """A stage: its work in words, seconds, and bytes by device.
@@ -87,7 +83,7 @@ def plan(
     roles: Roles,
     hardware: str = "here",
     fill: float | None = None,
-    efficiency: float = EFFICIENCY,
+    efficiency: float | None = None,
 ) -> CoevolutionPlan:
     """Estimate a co-evolution.
 
@@ -102,7 +98,9 @@ def plan(
 
 
 class _Planner:
-    def __init__(self, roles: Roles, hardware: str, fill: float | None, efficiency: float) -> None:
+    def __init__(
+        self, roles: Roles, hardware: str, fill: float | None, efficiency: float | None
+    ) -> None:
         self.roles, self.config = roles, roles.config
         self._name, self._fill, self._efficiency = hardware, fill, efficiency
         self._hardware: dict[str, Hardware] = {}

@@ -17,9 +17,9 @@ context. The device reaches the fraction `efficiency` of its peak.
     tools       calls * seconds of a call (`ToolCalls`)
 
 Floors, on any device: the time of a layer's kernels (`Hardware.layer_s`) a pass, SAMPLED_S a token,
-TURN_S a turn, STEP_S a step and START_S a run. They come from RL of five recipes of `ludus init` (a
-million parameters, two cores of an AMD EPYC of 2024, docs/log.md); a slower core takes up to three
-times as long.
+TURN_S a turn, STEP_S a step and START_S a run. TURN_S and SAMPLED_S come from RL of five recipes of
+`ludus init` (a million parameters, two cores of an AMD EPYC of 2024, docs/log.md); a slower core
+takes up to three times as long.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ TURN_S = 0.1e-3
 SAMPLED_S = 6e-6
 """Processor seconds for a sampled token besides the model's: a draw, its record."""
 
-CPU_SAMPLING = 0.8
-"""Fraction of torch's peak that ludus' sampler reaches on a CPU, at least: its products of a few
-rows are faster than torch's, and keys and values mostly lie in the caches."""
+EFFICIENCY, CPU_SAMPLING = 0.35, 0.8
+"""Fractions of torch's peak that training and sampling reach, and that ludus' sampler reaches on a
+CPU: its products of a few rows are faster than torch's, and keys and values mostly lie in the
+caches."""
 
 PARTING = 0.005
 """Probability that an episode parts from its group's others at a sampled token; fitted to the
@@ -108,7 +109,7 @@ def plan(
     on: Hardware,
     *,
     fill: float | None = None,
-    efficiency: float = 0.35,
+    efficiency: float | None = None,
     env_step_s: float | None = None,
     usage: Usage | None = None,
     num_calls: float | None = None,
@@ -120,7 +121,8 @@ def plan(
         usage: sizes and seconds of the expert's episodes.
         fill: fraction of the turns, of the tokens a turn and of the context that episodes use, in
             place of the expert's sizes; the environment's seconds stay. None without an expert: 1.
-        efficiency: fraction of the device's peak that training and sampling reach.
+        efficiency: fraction of the device's peak that training and sampling reach; None:
+            EFFICIENCY, and CPU_SAMPLING of sampling on this machine's CPU.
         env_step_s: seconds of one step of the environment, in place of the measured ones.
         num_calls, call_s: tool calls an episode and seconds of a call, see `tool_calls`.
 
@@ -141,7 +143,7 @@ def playing(
     samples: int,
     *,
     fill: float | None = None,
-    efficiency: float = 0.35,
+    efficiency: float | None = None,
     usage: Usage | None = None,
     num_calls: float | None = None,
     call_s: float | None = None,
@@ -161,7 +163,7 @@ def _estimate(
     config: RunConfig,
     on: Hardware,
     fill: float | None,
-    efficiency: float,
+    efficiency: float | None,
     env_step_s: float | None,
     usage: Usage | None,
     num_calls: float | None,
@@ -204,7 +206,7 @@ class _Estimate:
     memory: Memory
     cost: Shape
     fill: float
-    efficiency: float
+    given_efficiency: float | None
     env_step_s: float | None
     usage: Usage | None = None
     """Sizes of episodes; None: by `fill`."""
@@ -213,6 +215,10 @@ class _Estimate:
     """Seconds of episodes; None: unknown."""
     tokens: float = 0.0
     """Of all training episodes; counted by `seconds`."""
+
+    @property
+    def efficiency(self) -> float:
+        return EFFICIENCY if self.given_efficiency is None else self.given_efficiency
 
     def _flops(self, item: int) -> float:
         return self.efficiency * (self.on.flops if item == 2 else self.on.flops32)
@@ -339,9 +345,9 @@ class _Estimate:
         decoding the turns."""
         batch = min(episodes, self.config.rollout.concurrency)
         item = self.memory.sampling_item
-        efficiency = self.efficiency
-        if self.config.model.device == "cpu" and self.on.name == "here":
-            efficiency = max(efficiency, CPU_SAMPLING)
+        efficiency, here = self.efficiency, self.on.name == "here"
+        if self.given_efficiency is None and self.config.model.device == "cpu" and here:
+            efficiency = CPU_SAMPLING
         flops = self._flops(item) * efficiency / self.efficiency
         weights = (self.cost.body + self.cost.head) * item
         read = weights + batch * one.length / 2 * self.memory.cache_item

@@ -7,6 +7,7 @@ asynchronous training differs in the source.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,10 +28,13 @@ from ludus.rollout.source import GroupSource, require_fresh
 from ludus.telemetry.hosts import HOSTS
 from ludus.telemetry.occupancy import busy
 from ludus.train.algorithms.base import Algorithm, Assignment
-from ludus.train.algorithms.credit import Advantage, Credit, with_advantages
+from ludus.train.algorithms.credit import spread, with_advantages
 from ludus.train.algorithms.entropy import EntropyControl
 from ludus.train.batches.minibatches import TrainSettings
 from ludus.train.batches.samples import to_samples
+
+ROUNDING = 1e-6
+"""Differences of advantages, relative to the largest of the step, that are rounding."""
 
 
 class Recorder(Protocol):
@@ -97,7 +101,9 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
             metrics |= role_metrics(groups) | HOSTS.metrics() | bonus
             metrics |= source.metrics() | score_metrics(scored) | trained | clock.metrics(groups)
             if algorithm.scored:
-                metrics["train/groups_with_advantage"] = share_with_advantage(groups, credited)
+                metrics["train/groups_with_advantage"] = share_that_trains(
+                    algorithm, groups, credited
+                )
             shown = annotated(groups, credited, screening.excluded)
             recorder.record(stage.name, step, shown, metrics)
             if stage.after_step and not await stage.after_step(step + 1):
@@ -124,18 +130,21 @@ def credit_by_role(algorithm: Algorithm, groups: Sequence[Group]) -> Assignment:
     return Assignment(pairs, {})
 
 
-def share_with_advantage(groups: Sequence[Group], credited: Assignment) -> float:
-    """Share of the groups that have an advantage other than 0, so that they train; of several
-    roles, of those with a policy that trains."""
-    found = {(t.group_id, t.role) for t, advantage in credited.pairs if _is_not_zero(advantage)}
+def share_that_trains(algorithm: Algorithm, groups: Sequence[Group], credited: Assignment) -> float:
+    """Share of the groups whose advantages differ from one another, beyond rounding; of several
+    roles, of those with a policy that trains. Of an algorithm that does not compare within groups
+    all, where the advantages of the step differ."""
+    bounds: dict[tuple[str, str], tuple[float, float]] = {}
+    for trajectory, advantage in credited.pairs:
+        values = [x for row in spread(trajectory, advantage) for x in row] or [0.0]
+        key = (trajectory.group_id, trajectory.role) if algorithm.compares else ("", "")
+        low, high = bounds.get(key, (math.inf, -math.inf))
+        bounds[key] = min(low, *values), max(high, *values)
+    largest = max((max(abs(low), abs(high)) for low, high in bounds.values()), default=0.0)
+    least = max(ROUNDING * largest, ROUNDING)
+    differ = sum(high - low > least for low, high in bounds.values())
     number = sum(not all(t.fixed for t in group.trajectories) for group in groups)
-    return len(found) / max(number, 1)
-
-
-def _is_not_zero(advantage: Advantage) -> bool:
-    if isinstance(advantage, Credit):
-        return any(map(any, advantage.advantages))
-    return advantage != 0
+    return (differ / max(number, 1)) if algorithm.compares else float(differ)
 
 
 def annotated(

@@ -66,18 +66,9 @@ waited for its second thread, and the peak came out at a ninth."""
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Returns the measured floating-point operations per second of torch's matrix product: the best
-    of the square products of 512 rows (8,192 on CUDA) in PEAK_S, with torch's current threads, or
-    with one of them where that is faster: on a busy machine the others keep it waiting."""
+    of the square products of 512 rows (8,192 on CUDA) in PEAK_S, with torch's current threads."""
     tf32 = torch.backends.cuda.matmul.allow_tf32
-    threads = torch.get_num_threads()
-    found = _peak(str(device), dtype, threads, tf32)
-    if device.type != "cpu" or threads == 1:
-        return found
-    torch.set_num_threads(1)
-    try:
-        return max(found, _peak(str(device), dtype, 1, tf32))
-    finally:
-        torch.set_num_threads(threads)
+    return _peak(str(device), dtype, torch.get_num_threads(), tf32)
 
 
 @lru_cache

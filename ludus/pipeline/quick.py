@@ -144,7 +144,7 @@ def without_stages(
             ("evaluate", "before_sft", False),
         ):
             if data[section][key] != off:
-                note(f"--skip-sft: {section}.{key} has no effect without SFT, and is left out")
+                note(f"--skip-sft: {section}.{key} has no effect without SFT: it is off")
                 data[section][key] = off
     if rl:
         data["rl"] = None

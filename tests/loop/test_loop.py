@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from ludus.core.types import (
     Task,
     Trajectory,
 )
-from ludus.loop.loop import run_stage, share_with_advantage
+from ludus.loop.loop import run_stage, share_that_trains
 from ludus.loop.metrics import group_metrics, score_metrics
 from ludus.rollout.source import SyncSource
 from ludus.tasks.curriculum import TaskSampler
@@ -30,7 +31,6 @@ from ludus.telemetry.metrics import NAME
 from ludus.telemetry.occupancy import PARTS
 from ludus.train import ALGORITHMS
 from ludus.train.algorithms.base import Assignment
-from ludus.train.algorithms.credit import Credit
 from ludus.train.batches.minibatches import train_metrics
 
 EVERYTHING = [(place, lever) for place in PLACES for lever in LEVERS]
@@ -385,24 +385,43 @@ def test_names_of_scores_become_names_of_metrics(name: str, metric: str) -> None
     assert NAME.fullmatch(metric)
 
 
-def test_groups_with_an_advantage_are_counted_by_role() -> None:
-    def group(role: str, *trajectories: Trajectory) -> Group:
-        for trajectory in trajectories:
-            trajectory.role = role
-        return Group("g", task("hall"), list(trajectories))
+def played(name: str, group: str, reward: float, role: str = "agent") -> Trajectory:
+    turn = Segment(0, [9, 9], [-1.0, -1.0])
+    return Trajectory(name, group, "hall", [Segment(-1, [1]), turn], role=role, reward=reward)
 
-    def episode(name: str, dropped: str | None = None) -> Trajectory:
-        return Trajectory(name, "g", "hall", reward=1.0, dropped=dropped)
 
-    a, b, c, d = (episode(name) for name in "abcd")
-    fixed = episode("e", f"the policy 'referee' {DOES_NOT_TRAIN}")
-    groups = [group("wolf", a, b), group("hunter", c, d), group("referee", fixed)]
-    turns = Credit([[], [0.0, 0.0], [], [0.5]])
-    assert (
-        share_with_advantage(groups, Assignment([(a, turns), (b, 0.0), (c, 0.0), (d, 0.0)], {}))
-        == 0.5
-    )
-    assert (
-        share_with_advantage(groups, Assignment([(a, Credit([[], [0.0]])), (c, -1.0)], {})) == 0.5
-    )
-    assert share_with_advantage([], Assignment([], {})) == 0.0
+def of_rewards(*groups: Sequence[float]) -> list[Group]:
+    return [
+        Group(f"g{n}", task("hall"), [played(f"{n}{k}", f"g{n}", r) for k, r in enumerate(rewards)])
+        for n, rewards in enumerate(groups)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "share"),
+    [
+        ("grpo", [(0.7,) * 6, (0.1,) * 6], 0.0),  # their advantages are 1e-12
+        ("grpo", [(1.0, 0.0), (0.0, 0.0)], 0.5),
+        ("dapo", [(1.0, 0.0), (0.0, 0.0), (1.0, 1.0)], 1 / 3),  # two are left out before
+        ("gigpo", [(1.0, 0.0), (0.0, 0.0)], 0.5),
+        ("reinforce_pp_baseline", [(1.0, 0.0, 0.0), *[(0.0,) * 3] * 3], 0.25),
+        ("reinforce_pp", [(1.0,), (0.0,)], 1.0),
+        ("reinforce_pp", [(0.0,), (0.0,)], 0.0),
+    ],
+)
+def test_groups_that_train_are_counted(
+    name: str, groups: list[Sequence[float]], share: float
+) -> None:
+    algorithm, made = ALGORITHMS.build(name), of_rewards(*groups)
+    assert share_that_trains(algorithm, made, algorithm.assign(made)) == pytest.approx(share)
+
+
+def test_groups_that_train_are_counted_by_role() -> None:
+    algorithm = ALGORITHMS.build("grpo")
+    wolves = Group("g", task("hall"), [played("a", "g", 1.0, "wolf"), played("b", "g", 0, "wolf")])
+    hunters = Group("g", task("hall"), [played(n, "g", 1.0, "hunter") for n in "cd"])
+    fixed = played("e", "g", 1.0, "referee")
+    fixed.dropped = f"the policy 'referee' {DOES_NOT_TRAIN}"
+    groups = [wolves, hunters, Group("g", task("hall"), [fixed])]
+    assert share_that_trains(algorithm, groups, algorithm.assign(groups[:2])) == 0.5
+    assert share_that_trains(algorithm, [], Assignment([], {})) == 0.0

@@ -86,7 +86,7 @@ def test_settings_without_effect_are_told_where_sft_is_left_out() -> None:
     config = config.model_copy(update={"evaluate": evaluate})
     without = without_stages(config, sft=True, rl=False, note=told.append)
     assert not without.evaluate.before_sft
-    assert told == ["--skip-sft: evaluate.before_sft has no effect without SFT, and is left out"]
+    assert told == ["--skip-sft: evaluate.before_sft has no effect without SFT: it is off"]
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,8 @@ def _calibrate(
         raise ConfigError(no_demonstration(subject, expert))
     config = base(subject, seed, model, data_file, shows=bool(good))
     shown = conversations_of(config, measured(good), tasks) if good else openings(config, tasks)
+    tiers, reset_s = by_tier(subject, tasks, expert.demonstrations)
+    subject = without_small_tiers(subject, tiers, say)
     half = max(len(shown) // 2, 1)
     others = heldout_episodes(config, subject) if good and model is None else []
     config, vocabulary, unknown = tokenizer_for(config, shown[:half], shown[half:], others)
@@ -175,8 +177,6 @@ def _calibrate(
             f"tokenizer: {tokenizer_name(config)}, {vocabulary} tokens; of unseen episodes "
             f"{unknown[0]:.2%} of the {turns} and {unknown[1]:.2%} of the prompts are <unk>"
         )
-    tiers, reset_s = by_tier(subject, tasks, expert.demonstrations)
-    subject = without_small_tiers(subject, tiers, say)
     distinct = total(tiers, subject)
     most = choices.MOST_HELDOUT if model is None else choices.NUM_HELDOUT
     config = with_tasks(config, subject, distinct, reset_s, most)

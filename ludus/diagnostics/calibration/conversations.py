@@ -48,7 +48,8 @@ def heldout_episodes(config: RunConfig, subject: Subject) -> list[Conversation]:
         return []
     reader = subject.reader_of(NUM_HELDOUT, 0, tiers)
     tasks = list(read_tasks(reader, "tasks", maker=subject.maker()))
-    return conversations_of(config, run(play_again(subject.env, tasks, HELDOUT_S)), tasks)
+    played = run(play_again(subject.env, tasks, HELDOUT_S))
+    return conversations_of(config, [d for d in played if d.success], tasks)
 
 
 def openings(config: RunConfig, tasks: Sequence[Task]) -> list[Conversation]:

@@ -106,11 +106,15 @@ def tokenizer_for(
     if config.model.path is not None:
         return config, len(tokens.trained(config, (), ())), (0.0, 0.0)
 
-    def measured() -> tuple[int, float, float]:
-        kinds = [new or shown, *([heldout] if heldout else [])]
-        return max(tokens.unknown_shares(config, shown, kind) for kind in kinds)
+    kinds = [new or shown, *([heldout] if heldout else [])]
 
-    size, in_turns, in_prompts = measured()
+    def most_unknown() -> tuple[int, float, float]:
+        sizes, in_turns, in_prompts = zip(
+            *(tokens.unknown_shares(config, shown, kind) for kind in kinds), strict=True
+        )
+        return sizes[0], max(in_turns), max(in_prompts)
+
+    size, in_turns, in_prompts = most_unknown()
     if tokens.fits_words(size, in_turns, in_prompts):
         return config, size, (in_turns, in_prompts)
     for spec, most in TOKENIZERS:
@@ -119,7 +123,7 @@ def tokenizer_for(
         few = shown[:NUM_COUNTED]
         if tokens.lengths(config, tokens.trained(config, few, ()), few).episode_mean <= most:
             break
-    size, in_turns, in_prompts = measured()
+    size, in_turns, in_prompts = most_unknown()
     return config, size, (in_turns, in_prompts)
 
 

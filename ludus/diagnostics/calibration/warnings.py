@@ -44,11 +44,11 @@ UNDECLARED = (
 )
 """Of an environment where different seeds open the same worlds."""
 
-MORE_LOSS = 0.5
+LARGE_GAP = 0.5
 """Nats a token of the expert's turns in held-out levels, beyond those in unseen training tasks,
 above which they differ: coin has 0.01, peckingorder, whose held-out success stays 0 %, 4.1."""
 
-LESS = 0.5
+HALF = 0.5
 """Success of held-out tasks, over that of training tasks, up to which they differ."""
 
 FEW = 50
@@ -244,14 +244,23 @@ def other_tasks(
 
 def of_heldout(trial: Trial, source: str = "env") -> Iterator[str]:
     """Yields a warning where what SFT learns does not carry over to held-out tasks: the expert's
-    turns are hard to foresee there, or success is at most half of that of training tasks that SFT
-    did not show, with intervals apart.
+    turns are hard to foresee there, or success is at most half of that of training tasks, and the
+    intervals do not overlap.
 
     Args:
         source: as in `other_tasks`.
     """
+    if trial.unplayed:
+        yield (
+            f"held-out tasks cannot be played: {trial.unplayed}; the recipe's evaluations will fail"
+        )
     own, others = trial.gap or (0.0, 0.0)
-    if own + MORE_LOSS < others < math.inf:
+    if own < math.inf and others == math.inf:
+        yield (
+            "every episode of the expert in held-out levels exceeds the context: the policy cannot "
+            "succeed there; hold out tasks of the training levels (`tasks.heldout`)"
+        )
+    elif others > own + LARGE_GAP:
         yield (
             f"after {trial.curve[-1][0]} steps of SFT the expert's turns have a loss of {own:.2f} "
             f"nats a token in training tasks that SFT did not show, and of {others:.2f} in "
@@ -259,17 +268,18 @@ def of_heldout(trial: Trial, source: str = "env") -> Iterator[str]:
             "will hardly carry over; train on more levels with --tiers, or hold out tasks of the "
             "training levels (`tasks.heldout`)"
         )
-        return
-    trained, heldout = trial.trained, trial.heldout
-    if trained is None or heldout is None or trained.low is None or heldout.high is None:
-        return
-    if heldout.high < trained.low and heldout.value <= LESS * trained.value:
+    elif (
+        (trained := trial.trained) is not None
+        and (heldout := trial.heldout) is not None
+        and (heldout.high or 1.0) < (trained.low or 0.0)
+        and heldout.value <= HALF * trained.value
+    ):
         more = "more rows" if source == "data" else "more seeds or levels"
         yield (
             f"after {trial.curve[-1][0]} steps of SFT sampled episodes succeed in {trained} of "
-            f"{trained.num_tasks} training tasks that SFT did not show, and in {heldout} of "
-            f"{heldout.num_tasks} held-out tasks: they differ, and what is learned may not carry "
-            f"over; train on more different tasks ({more}), or hold out some that are alike"
+            f"{trained.num_tasks} training tasks, and in {heldout} of {heldout.num_tasks} held-out "
+            "tasks: they differ, and what is learned may not carry over; train on more different "
+            f"tasks ({more}), or hold out some that are alike"
         )
 
 

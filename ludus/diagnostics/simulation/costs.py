@@ -31,9 +31,9 @@ from ludus.train import ALGORITHMS
 MEMORY_USED = 0.9
 """Part of a GPU's memory that a sampler uses, as vLLM's default `gpu_memory_utilization`."""
 
-TURN_S, SAMPLED_S = 0.4e-3, 30e-6
-"""Processor seconds of ludus for a turn, and for a sampled token: on a slow core of a busy machine
-(docs/benchmarks/growth.json)."""
+SLOW_TURN_S, SLOW_TOKEN_S = 0.4e-3, 30e-6
+"""Processor seconds of ludus for a turn, and for a sampled token, on a slow core of a busy machine
+(docs/benchmarks/growth.json); `ludus plan` has those of a fast one."""
 
 TENSOR_PARALLEL_S = 20e-6
 """Seconds a layer and pass of the two all-reduces of a tensor-parallel sampler."""
@@ -60,7 +60,7 @@ class Costs:
     comm_batch_s: float = 0.0
     batch_tokens: float = math.inf
     sync_s: float = 0.0
-    turn_s: float = TURN_S
+    turn_s: float = SLOW_TURN_S
     turn_env_s: float = 0.0
     capacity: float = math.inf
     parting: float = 1.0
@@ -188,7 +188,7 @@ def _decoding(
         row_flop_s=2 * (flops.body + flops.head) / peak,
         context_flop_s=4 * flops.width / peak,
         fixed_s=memory.layers * layer_s,
-        row_s=SAMPLED_S,
+        row_s=SLOW_TOKEN_S,
     )
 
 
@@ -246,13 +246,13 @@ def _sources(config: RunConfig, spec: ClusterSpec, on: Hardware) -> dict[str, st
     peaks = f"{on.name}'s peaks ({on.source})"
     return {
         "decoding": f"assumed: {given.decode_efficiency:g} of {peaks}, and "
-        f"{on.layer_s * 1e6:g} us a layer, {SAMPLED_S * 1e6:g} us a sequence",
+        f"{on.layer_s * 1e6:g} us a layer, {SLOW_TOKEN_S * 1e6:g} us a sequence",
         "prefill": f"assumed: {given.prefill_mfu:g} of the peak; the prompt once a group "
         "and sampler",
         "training": f"assumed: {given.train_mfu:g} of the peak, communication overlapped, "
         "all groups have a signal",
         "step": f"assumed: {STEP_S:g} s beside the model's work",
-        "turn": f"assumed: {TURN_S * 1e3:g} ms of a core (docs/benchmarks/growth.json)",
+        "turn": f"assumed: {SLOW_TURN_S * 1e3:g} ms of a core (docs/benchmarks/growth.json)",
         "publication": "assumed: the weights once over the slowest link"
         if spec.layout != "local"
         else "assumed: none, part of the step",

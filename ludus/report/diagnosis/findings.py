@@ -121,13 +121,6 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def signal_of(history: History, count: int = WINDOW) -> list[float]:
-    """Shares of the groups that train: with some algorithms those whose rewards are equal do too.
-    Of runs before that was recorded, shares of the groups whose rewards differ."""
-    found = history.last("train/groups_with_advantage", count)
-    return found or history.last("rollout/groups_with_signal", count)
-
-
 def level_of(value: float, thresholds: Sequence[float]) -> int:
     """Number of thresholds that a value reaches."""
     return sum(value >= threshold for threshold in thresholds)

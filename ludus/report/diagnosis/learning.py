@@ -18,7 +18,6 @@ from ludus.report.diagnosis.findings import (
     percent,
     rate_of,
     sentence,
-    signal_of,
 )
 
 SHARP = 0.03
@@ -191,7 +190,9 @@ def _calmer(config: RunConfig) -> str:
 
 def _learns(history: History) -> bool:
     """True if groups still differ, or because most episodes succeed."""
-    signal, success = signal_of(history), history.last("rollout/success")
+    signal, success = (
+        history.last(f"rollout/{name}") for name in ("groups_with_signal", "success")
+    )
     if signal and mean(signal) > ALIKE:
         return True
     return bool(success) and mean(success) >= SOLVED

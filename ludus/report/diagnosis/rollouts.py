@@ -10,7 +10,6 @@ from ludus.report.diagnosis.findings import (
     level_of,
     mean,
     percent,
-    signal_of,
 )
 
 SIGNAL_STEPS = 5
@@ -50,7 +49,7 @@ def out_of_reach(history: History, config: RunConfig) -> Found | None:
         return None
     failed = history.overall("rollout/groups_failed")
     groups = round(history.total("rollout/episodes") / rl.group_size)
-    signal = signal_of(history)
+    signal = history.last("rollout/groups_with_signal")
     if failed is None or groups < MIN_GROUPS or (signal and mean(signal) > 0.25):
         return None
     solved = 1.0 - failed
@@ -68,6 +67,13 @@ def out_of_reach(history: History, config: RunConfig) -> Found | None:
         f"{text}; RL has nothing to reinforce",
         f"Give the policy a start: {more}; or begin with easier tiers (`tasks.curriculum`)",
     )
+
+
+def signal_of(history: History, count: int = WINDOW) -> list[float]:
+    """Shares of the groups that train: with some algorithms those whose rewards are equal do too.
+    Of runs before that was recorded, shares of the groups whose rewards differ."""
+    found = history.last("train/groups_with_advantage", count)
+    return found or history.last("rollout/groups_with_signal", count)
 
 
 def no_signal(history: History, config: RunConfig) -> Found | None:

@@ -6,7 +6,8 @@ the same page. There, their next turns can be compared:
     episode 0    kitchen -> corridor -> garden -> coin      return at the kitchen  g^3
     episode 1    kitchen -> cellar -> kitchen -> corridor   return at the kitchen  0 and 0
 
-The state is the observation before a turn: what was not sampled since the turn before.
+The state is the observation before a turn: what the environment said since the turn before. The
+first turn's is the whole prompt, with the task and the tools.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ludus.core.types import Trajectory
+from ludus.core.types import Segment, Trajectory
 from ludus.train.algorithms.advantages import AdvantageFn
 from ludus.train.algorithms.credit import Advantage, Credit, Earned, returns_by_turn, turns_of
 
@@ -28,7 +29,7 @@ class AnchorStates:
     """A_i + weight * A_s(turn): the episode's reward compared in its group, and the turn's
     discounted return compared with those of the group's turns from the same observation.
 
-    GiGPO, Feng et al. 2025 (arXiv:2505.10978), equations 3, 7 and 8. A turn whose observation no
+    GiGPO, Feng et al. 2025 (arXiv:2505.10978), section 4. A turn whose observation no
     other turn of the group has gets A_i alone. Observations are compared by their tokens; the first
     turn's is the prompt.
 
@@ -63,7 +64,8 @@ class AnchorStates:
         visits: dict[State, dict[tuple[int, int], float]] = defaultdict(dict)
         for k, earned in enumerate(group):
             for i, value in returns_by_turn(earned, self.gamma).items():
-                visits[observation_before(earned.trajectory, i)][k, i] = value
+                if state := observation_before(earned.trajectory, i):
+                    visits[state][k, i] = value
         found: dict[tuple[int, int], float] = {}
         for returns in visits.values():
             if len(returns) > 1:
@@ -72,10 +74,16 @@ class AnchorStates:
 
 
 def observation_before(trajectory: Trajectory, turn: int) -> State:
-    """Returns the token ids between the turn before and segment `turn`."""
+    """Returns the token ids between the turn before and segment `turn`; empty where a turn follows
+    a turn. Turns that were not sampled are turns: of another model, or without their reasoning."""
     parts: list[list[int]] = []
     at = trajectory.segments[turn].parent
-    while at >= 0 and not trajectory.segments[at].sampled:
+    while at >= 0 and not _is_turn(trajectory.segments[at]):
         parts.append(trajectory.segments[at].token_ids)
         at = trajectory.segments[at].parent
     return tuple(token for part in reversed(parts) for token in part)
+
+
+def _is_turn(segment: Segment) -> bool:
+    message = segment.message
+    return segment.sampled or (message is not None and message.role == "assistant")

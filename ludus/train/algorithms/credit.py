@@ -217,7 +217,7 @@ class Gae:
 
     A step is a token or a turn. A turn has one value, before its first token, and one advantage,
     shared by its tokens. V after the last step is 0; with `bootstrap` it is the critic's value
-    where the episode was truncated. The critic's target is A_t + V_t.
+    where ludus' limit of tokens or turns cut the episode. The critic's target is A_t + V_t.
     """
 
     gamma: float = 1.0

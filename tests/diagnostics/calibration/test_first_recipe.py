@@ -35,5 +35,9 @@ def test_words_of_held_out_levels_decide_on_the_kind_of_tokenizer() -> None:
     other = conversations("go to the 1732", "go to the 8809")
     config, size, unknown = tokenizer_for(CONFIG, known, known, other)
     assert (tokenizer_name(config), unknown) == ("bytes", (0.0, 0.0))
+    rare = conversations(*["go to the ball"] * 300)
+    rare[0].messages[1].content = "right"  # one word of 600 in a turn, in unseen training episodes
+    assert tokenizer_name(tokenizer_for(CONFIG, known, rare)[0]) == "words"
+    assert tokenizer_name(tokenizer_for(CONFIG, known, rare, other)[0]) == "bytes"
     same_size = tokenizer_for(CONFIG, known, other)[1]
     assert size == same_size, "their words are not learned"

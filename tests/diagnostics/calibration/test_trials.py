@@ -11,7 +11,7 @@ import pytest
 
 from ludus.config.schema import RunConfig
 from ludus.config.training import SFTUntilConfig
-from ludus.core.errors import ConfigError
+from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Group, Message, Spec, Status, Task
 from ludus.data.conversations import Conversation
 from ludus.data.splits import Splits
@@ -140,6 +140,21 @@ def test_groups_of_slow_episodes_are_few(eval_s: float, groups: int) -> None:
     """`eval_s` of 128 episodes; a group has 8."""
     config = recipe(64)
     assert affordable(Trial(eval_s=eval_s), config, 32) == groups
+
+
+async def test_held_out_tasks_that_cannot_be_scored_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def measured(run: Any, until: SFTUntilConfig, step: int, tasks: Any = None) -> Any:
+        if tasks is not None:
+            raise DataError("nothing to evaluate: 8 tasks")
+        return [], SimpleNamespace(success=Estimate(value=0.5, low=0.4, high=0.6, num_tasks=128))
+
+    monkeypatch.setattr(sft_end, "measure", measured)
+    run: Any = SimpleNamespace(config=recipe(64), splits=SimpleNamespace(heldout=[Task(id="h")]))
+    trial = Trial()
+    await to_its_end(run, cast(Any, SimpleNamespace(steps=40)), 40, trial, math.inf, print)
+    assert (trial.heldout, trial.unplayed) == (None, "nothing to evaluate: 8 tasks")
 
 
 @pytest.mark.parametrize(("success", "heldout"), [(0.25, 0.0), (0.0, None)])

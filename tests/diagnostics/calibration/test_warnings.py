@@ -126,7 +126,7 @@ def test_held_out_tasks_that_differ_are_foretold() -> None:
     [warning] = told(tenth, none)
     assert warning.startswith(
         "after 330 steps of SFT sampled episodes succeed in 10.0 % (6.0 to 16.0) of 128 training "
-        "tasks that SFT did not show, and in 0.0 % (0.0 to 3.0) of 128 held-out tasks"
+        "tasks, and in 0.0 % (0.0 to 3.0) of 128 held-out tasks"
     )
     assert "more seeds or levels" in warning
     assert "more rows" in told(tenth, none, "data")[0]
@@ -137,11 +137,19 @@ def test_held_out_tasks_that_differ_are_foretold() -> None:
     assert told(half, third) == [], "harder, but no other kind of task"
 
 
+def test_held_out_tasks_that_cannot_be_played_are_told() -> None:
+    trial = Trial(curve=[(120, 0.2)], unplayed="nothing to evaluate: 8 tasks, none of them scored")
+    [warning] = warnings.of_heldout(trial)
+    assert warning.startswith("held-out tasks cannot be played: nothing to evaluate")
+
+
 def test_held_out_levels_with_other_words_are_foretold() -> None:
     def told(own: float, others: float) -> list[str]:
         return list(warnings.of_heldout(Trial(curve=[(120, 0.0)], gap=(own, others))))
 
-    assert told(0.23, 0.24) == told(0.4, 0.85) == told(0.2, math.inf) == []
+    assert told(0.23, 0.24) == told(0.4, 0.85) == told(math.inf, math.inf) == []
+    [warning] = told(0.2, math.inf)
+    assert warning.startswith("every episode of the expert in held-out levels exceeds the context")
     [warning] = told(0.15, 4.27)
     assert "a loss of 0.15 nats a token" in warning
     assert "and of 4.27 in held-out levels" in warning

@@ -204,6 +204,8 @@ def test_groups_with_equal_rewards_that_train_are_no_fault(config: RunConfig) ->
     alike = {"rollout/groups_with_signal": 0.0, "rollout/groups_solved": 0.6}
     assert [f.kind for f in told(config, 30, alike)] == ["signal"]
     assert told(config, 30, {**alike, "train/groups_with_advantage": 1.0}) == []
+    nothing = told(config, 100, {**NOTHING, "train/groups_with_advantage": 1.0})
+    assert "reach" in [f.kind for f in nothing], "a critic tells no success from another either"
     none = {"train/groups_with_advantage": 0.0, "rollout/groups_solved": 0.6}
     assert [f.kind for f in told(config, 30, none)] == ["signal"]
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ludus.core.errors import ConfigError
-from ludus.core.types import Segment, Spec, Trajectory
+from ludus.core.types import Message, Segment, Spec, Trajectory
 from ludus.train import ALGORITHMS
 from ludus.train.algorithms.advantages import group_centred, group_normalised
 from ludus.train.algorithms.anchors import AnchorStates, observation_before
@@ -63,6 +63,24 @@ def test_groups_have_their_own_states() -> None:
     credit = AnchorStates(group_centred, 0.95, 1.0)
     [[a, b], [c]] = credit([[Earned(won), Earned(lost)], [Earned(other)]])
     assert [of(a), of(b), of(c)] == [[1.0], [-1.0], [0.0]]
+
+
+def test_turns_that_were_not_sampled_end_an_observation() -> None:
+    """A copy of the turn without its reasoning, in the branch that goes on from it."""
+    t = visited("t", KITCHEN)
+    copy = Segment(0, [8], message=Message(role="assistant", content="open the door"))
+    t.segments += [copy, Segment(2, CELLAR), Segment(3, [9], [-1.0])]
+    assert observation_before(t, 4) == tuple(CELLAR)
+
+
+def test_turns_without_an_observation_are_not_compared() -> None:
+    def twice(name: str, reward: float) -> Earned:
+        t = visited(name, KITCHEN, reward=reward)
+        t.segments.append(Segment(1, [9], [-1.0]))
+        return Earned(t)
+
+    [[a, b]] = AnchorStates(group_centred, 1.0, 1.0)([[twice("a", 1.0), twice("b", 0.0)]])
+    assert [of(a), of(b)] == [[1.0, 0.5], [-1.0, -0.5]]
 
 
 def test_an_observation_is_all_that_was_not_sampled_since_the_turn_before() -> None:

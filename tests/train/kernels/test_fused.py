@@ -71,17 +71,20 @@ def test_layers_of_sharp_heads(sharper: float) -> None:
     assert Forward(model)._layers is not None
 
 
-@pytest.mark.parametrize("sharper", [1.0, 8.0])
+@pytest.mark.parametrize("sharper", [1.0, 8.0, 16.0])
 def test_wrong_layers_are_not_used(monkeypatch: pytest.MonkeyPatch, sharper: float) -> None:
     model = make("qwen3")
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_norm.weight.mul_(sharper)
+            layer.self_attn.k_norm.weight.mul_(sharper)
     own = Kernels.rotate_back
 
     def wrong(*args: Any) -> Any:
         dqkv, dnorms = own(*args)
-        return dqkv * 1.01, dnorms
+        heads, kv_heads, dim = args[1]
+        dqkv[:, : (heads + kv_heads) * dim] *= -1  # queries and keys alone
+        return dqkv, dnorms
 
     monkeypatch.setattr(Kernels, "rotate_back", wrong)
     assert Forward(model)._layers is None

@@ -11,6 +11,7 @@ from typing import cast
 from ludus.backends.local import LocalBackend
 from ludus.config.schema import RunConfig
 from ludus.config.training import SFTConfig, SFTUntilConfig
+from ludus.core.errors import DataError
 from ludus.core.types import Group
 from ludus.data.conversations import Conversation, replay_all
 from ludus.diagnostics.calibration.trials.steps import Metrics, run_steps
@@ -30,7 +31,7 @@ RATE_STEPS, RATE_STEPS_SMALL = 20, 40
 NUM_UNSEEN = 64
 """Episodes of the expert that a trial of SFT does not show, for the loss; at most a fifth."""
 
-HELDOUT_S = 6.0
+MEASURED_S = 6.0
 """Seconds of a measurement above which held-out tasks are not measured too."""
 
 MEASURED_TURNS = 16_000
@@ -83,11 +84,15 @@ async def to_its_end(
         say(f"after {step} steps of SFT {result.success.value:.0%} of sampled episodes succeed")
         ended = sft_end.reason_to_end(settings, trial.curve)
         if ended or step >= stage.steps or time.perf_counter() > until:
-            if result.success.value > 0 and measured_s <= HELDOUT_S:
+            if result.success.value > 0 and measured_s <= MEASURED_S:
                 tasks = run_.splits.heldout
-                _, heldout = await sft_end.measure(run_, settings, step, tasks)
+                try:
+                    _, heldout = await sft_end.measure(run_, settings, step, tasks)
+                except DataError as error:  # the recipe can be written all the same
+                    trial.unplayed = str(error)
+                    return
                 trial.trained, trial.heldout = result.success, heldout.success
-                say(f"of the held-out tasks {heldout.success.value:.0%}")
+                say(f"{heldout.success.value:.0%} of sampled episodes of held-out tasks succeed")
             return
         as_long = math.ceil(measured_s / trial.sft_step_s) if trial.sft_step_s else 0
         more = max(settings.every, 10 * (step // 30), as_long)  # fewer measurements as it goes on

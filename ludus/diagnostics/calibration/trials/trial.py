@@ -28,6 +28,7 @@ class Trial:
         curve: steps of SFT and success of sampled episodes.
         trained, heldout: the last of them with its interval, and that of held-out tasks; None where
             no episode succeeds, or a measurement takes long.
+        unplayed: the reason why no held-out task could be scored; empty where one could.
         gap: after SFT, the loss per token of the expert's turns in unseen episodes of training
             tasks, and of held-out levels; None where the environment has none.
         signal: share of groups with different rewards, by temperature; `success` likewise.
@@ -43,6 +44,7 @@ class Trial:
     curve: list[tuple[int, float]] = field(default_factory=list)
     trained: Estimate | None = None
     heldout: Estimate | None = None
+    unplayed: str = ""
     gap: tuple[float, float] | None = None
     signal: dict[float, float] = field(default_factory=dict)
     success: dict[float, float] = field(default_factory=dict)
