@@ -80,6 +80,10 @@ def quick(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if config.model.path is not None:
         told += f" of a tiny model from scratch in place of {config.model.path}"
         _from_scratch(data)
+    if data["rl"] is not None:
+        data["rl"]["steps_per_unused_sft_step"] = 0.0
+    if data["sft"] is not None and data["sft"]["until"] is not None:
+        data["sft"]["until"] |= {"num_tasks": 4, "samples_per_task": 1}
     data |= {"sampler": {"name": "in_process"}, "backend": {"name": "local"}}
     data |= {"mirror": None, "notify": [], "metrics": [], "traces": None}
     small = RunConfig.model_validate(data)

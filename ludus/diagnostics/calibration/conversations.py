@@ -6,17 +6,21 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError
 from ludus.core.system.signals import run
 from ludus.core.types import Message, Task
 from ludus.data.conversations import Conversation, read_conversations
 from ludus.data.expert import Demonstration
-from ludus.diagnostics.calibration.episodes import play_again
+from ludus.diagnostics.calibration.episodes import fault_of_all, play_again
 from ludus.diagnostics.calibration.subject import Subject
 from ludus.pipeline.preflight.episodes import play_sample
 from ludus.tasks.readers import read_tasks
 
 NUM_HELDOUT, HELDOUT_S = 64, 3.0
 """Tasks of held-out levels that the expert plays, for their words; at most so many seconds."""
+
+NUM_OPENED = 4
+"""Tasks of held-out levels that are opened where the expert plays none."""
 
 NUM_MEASURED, LEAST_MEASURED = 1600, 64
 """Most demonstrations that are measured in tokens, and the least, however long they are."""
@@ -43,12 +47,21 @@ def conversations_of(
 
 def heldout_episodes(config: RunConfig, subject: Subject) -> list[Conversation]:
     """The expert's episodes of the levels that the environment holds out, as many as fit into
-    HELDOUT_S; none of an environment without such levels."""
+    HELDOUT_S; none of an environment without such levels.
+
+    Errors: ConfigError where no task of these levels opens: a run would fail after SFT.
+    """
     if subject.env is None or not (tiers := subject.heldout_tiers):
         return []
     reader = subject.reader_of(NUM_HELDOUT, 0, tiers)
     tasks = list(read_tasks(reader, "tasks", maker=subject.maker()))
     played = run(play_again(subject.env, tasks, HELDOUT_S))
+    if not played and (fault := run(fault_of_all(subject.env, tasks[:NUM_OPENED], HELDOUT_S))):
+        raise ConfigError(
+            f"{subject.given}: no task of the held-out levels {', '.join(tiers)} could be opened "
+            f"({fault}): mend them, or leave them out of `tiers()`, so that tasks of the training "
+            "levels are held out"
+        )
     return conversations_of(config, [d for d in played if d.success], tasks)
 
 

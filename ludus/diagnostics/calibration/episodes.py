@@ -215,6 +215,16 @@ async def play_openings(
     return [(played.task, played.opening) for played in found if played.opened]
 
 
+async def fault_of_all(env: Spec, tasks: Sequence[Task], seconds: float) -> str:
+    """The reason why the first of these tasks does not open, if none does; else empty."""
+
+    async def opens(env: Recorded) -> None:
+        await env.reset(env.task.model_copy(deep=True))
+
+    found = [played async for played in _each(env, tasks, seconds, seconds, opens)]
+    return "" if not found or any(played.opened for played in found) else found[0].error
+
+
 async def _each(
     env: Spec,
     tasks: Sequence[Task],

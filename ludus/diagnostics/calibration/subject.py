@@ -150,7 +150,7 @@ def environment(
     """An environment and its levels.
 
     Args:
-        tiers: the names of some levels, as in `chosen_tiers`; None: all.
+        tiers: the names of some levels, as in `chosen_tiers`; None: all `for_training`.
         prefix: of its arguments in the command.
 
     Errors: ConfigError, MissingDependency.
@@ -183,7 +183,13 @@ def environment(
         except Exception as error:
             raise ConfigError(f"{given}: check_tier({tier!r}) {_raised(error)}") from error
     name = given.rpartition(":")[2] if ":" in given else given
-    return Subject("env", given, slug(name, chosen), env, chosen or known, known)
+    return Subject("env", given, slug(name, chosen), env, chosen or for_training(known), known)
+
+
+def for_training(levels: Sequence[str]) -> list[str]:
+    """The levels without those that are held out for others: `LEVEL/test` and `LEVEL/dev`."""
+    others = {f"{level}/{part}" for level in levels for part in ("test", "dev")}
+    return [level for level in levels if level not in others]
 
 
 def chosen_tiers(text: str, known: Sequence[str]) -> list[str]:

@@ -265,8 +265,9 @@ def of_heldout(trial: Trial, source: str = "env") -> Iterator[str]:
             f"after {trial.curve[-1][0]} steps of SFT the expert's turns have a loss of {own:.2f} "
             f"nats a token in training tasks that SFT did not show, and of {others:.2f} in "
             "held-out levels: these have words or rules that training lacks, and what is learned "
-            "will hardly carry over; train on more levels with --tiers, or hold out tasks of the "
-            "training levels (`tasks.heldout`)"
+            "will hardly carry over; give the training levels many more different words, or hold "
+            "out other tasks of the training levels (`tasks.heldout`: their names, another "
+            "first_seed)"
         )
     elif (
         (trained := trial.trained) is not None

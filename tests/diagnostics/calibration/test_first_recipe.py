@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from ludus.core.errors import ConfigError
 from ludus.core.types import Message, Spec, Task
 from ludus.data.conversations import Conversation
+from ludus.diagnostics.calibration.conversations import heldout_episodes
 from ludus.diagnostics.calibration.first import base, tokenizer_for, tokenizer_name
-from ludus.diagnostics.calibration.subject import Subject
+from ludus.diagnostics.calibration.subject import Subject, for_training, open_subject
 
 CONFIG = base(
     Subject("env", "babyai", "babyai", Spec(name="babyai"), ["GoToObj"]),
@@ -41,3 +47,48 @@ def test_words_of_held_out_levels_decide_on_the_kind_of_tokenizer() -> None:
     assert tokenizer_name(tokenizer_for(CONFIG, known, rare, other)[0]) == "bytes"
     same_size = tokenizer_for(CONFIG, known, other)[1]
     assert size == same_size, "their words are not learned"
+
+
+def test_levels_that_are_held_out_are_not_trained_on() -> None:
+    assert for_training(["a", "b", "a/dev", "a/test", "b/test"]) == ["a", "b"]
+    assert for_training(["a", "b/test", "test"]) == ["a", "b/test", "test"]
+
+
+def test_held_out_levels_that_do_not_open_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "env.py"
+    file.write_text(
+        """
+import ludus
+from ludus import Message, Observation, StepResult, Task
+
+
+class Broken(ludus.Env):
+    max_turns = 2
+
+    @classmethod
+    def tiers(cls):
+        return ("near", "near/test")
+
+    @classmethod
+    def task(cls, tier, seed):
+        return Task(id=f"{tier}/{seed}", tier=tier)
+
+    async def reset(self, task):
+        if task.tier.endswith("/test"):
+            raise RuntimeError("no words file")
+        return Observation([Message(role="user", content="go")])
+
+    async def step(self, text):
+        return StepResult(Observation([]), 1.0, True)
+
+    def expert_action(self):
+        return "go"
+"""
+    )
+    subject = open_subject(f"{file}:Broken", {}, None)
+    assert subject.tiers == ["near"]
+    assert subject.heldout_tiers == ["near/test"]
+    with pytest.raises(
+        ConfigError, match=r"held-out levels near/test could be opened \(.*no words"
+    ):
+        heldout_episodes(CONFIG, subject)
