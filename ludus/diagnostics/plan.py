@@ -220,8 +220,13 @@ class _Estimate:
     def efficiency(self) -> float:
         return EFFICIENCY if self.given_efficiency is None else self.given_efficiency
 
-    def _flops(self, item: int) -> float:
-        return self.efficiency * (self.on.flops if item == 2 else self.on.flops32)
+    @property
+    def sampling_efficiency(self) -> float:
+        on_cpu = self.config.model.device == "cpu" and self.on.name == "here"
+        return CPU_SAMPLING if self.given_efficiency is None and on_cpu else self.efficiency
+
+    def _flops(self, item: int, efficiency: float) -> float:
+        return efficiency * (self.on.flops if item == 2 else self.on.flops32)
 
     def seconds(self) -> dict[str, float]:
         """Returns seconds by part; counts `tokens`."""
@@ -345,10 +350,8 @@ class _Estimate:
         decoding the turns."""
         batch = min(episodes, self.config.rollout.concurrency)
         item = self.memory.sampling_item
-        efficiency, here = self.efficiency, self.on.name == "here"
-        if self.given_efficiency is None and self.config.model.device == "cpu" and here:
-            efficiency = CPU_SAMPLING
-        flops = self._flops(item) * efficiency / self.efficiency
+        efficiency = self.sampling_efficiency
+        flops = self._flops(item, efficiency)
         weights = (self.cost.body + self.cost.head) * item
         read = weights + batch * one.length / 2 * self.memory.cache_item
         step = max(
@@ -370,7 +373,11 @@ class _Estimate:
         work = passes * self.cost.forward(distinct, distinct, distinct * length / 2)
         batches = max(distinct / tokens_per_batch, steps)
         overhead = passes * batches * self.memory.layers * self.on.layer_s
-        return work / self._flops(self.memory.training_item) + overhead + steps * STEP_S
+        return (
+            work / self._flops(self.memory.training_item, self.efficiency)
+            + overhead
+            + steps * STEP_S
+        )
 
     def _evaluated(self) -> int:
         """Returns the episodes of all evaluations."""

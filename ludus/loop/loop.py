@@ -28,7 +28,7 @@ from ludus.rollout.source import GroupSource, require_fresh
 from ludus.telemetry.hosts import HOSTS
 from ludus.telemetry.occupancy import busy
 from ludus.train.algorithms.base import Algorithm, Assignment
-from ludus.train.algorithms.credit import spread, with_advantages
+from ludus.train.algorithms.credit import extremes, with_advantages
 from ludus.train.algorithms.entropy import EntropyControl
 from ludus.train.batches.minibatches import TrainSettings
 from ludus.train.batches.samples import to_samples
@@ -136,13 +136,13 @@ def share_that_trains(algorithm: Algorithm, groups: Sequence[Group], credited: A
     all, where the advantages of the step differ."""
     bounds: dict[tuple[str, str], tuple[float, float]] = {}
     for trajectory, advantage in credited.pairs:
-        values = [x for row in spread(trajectory, advantage) for x in row] or [0.0]
         key = (trajectory.group_id, trajectory.role) if algorithm.compares else ("", "")
         low, high = bounds.get(key, (math.inf, -math.inf))
-        bounds[key] = min(low, *values), max(high, *values)
+        least, most = extremes(advantage)
+        bounds[key] = min(low, least), max(high, most)
     largest = max((max(abs(low), abs(high)) for low, high in bounds.values()), default=0.0)
-    least = max(ROUNDING * largest, ROUNDING)
-    differ = sum(high - low > least for low, high in bounds.values())
+    rounding = max(ROUNDING * largest, ROUNDING)
+    differ = sum(high - low > rounding for low, high in bounds.values())
     number = sum(not all(t.fixed for t in group.trajectories) for group in groups)
     return (differ / max(number, 1)) if algorithm.compares else float(differ)
 

@@ -83,7 +83,8 @@ def quick(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if data["rl"] is not None:
         data["rl"]["steps_per_unused_sft_step"] = 0.0
     if data["sft"] is not None and data["sft"]["until"] is not None:
-        data["sft"]["until"] |= {"num_tasks": 4, "samples_per_task": 1}
+        until = data["sft"]["until"]
+        until |= {"num_tasks": min(until["num_tasks"], 4), "samples_per_task": 1}
     data |= {"sampler": {"name": "in_process"}, "backend": {"name": "local"}}
     data |= {"mirror": None, "notify": [], "metrics": [], "traces": None}
     small = RunConfig.model_validate(data)
@@ -131,7 +132,7 @@ def without_stages(
     """Returns the recipe without its SFT (and demonstrations), or without its RL.
 
     Args:
-        note: told of settings that have no effect without SFT, and are left out too.
+        note: told of settings that have no effect without SFT, and are switched off.
 
     Errors: ConfigError where there is nothing to skip, or nothing is left to train.
     """

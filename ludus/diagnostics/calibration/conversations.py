@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from ludus.config.schema import RunConfig
@@ -14,7 +15,6 @@ from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration.episodes import fault_of_all, play_again
 from ludus.diagnostics.calibration.subject import Subject
 from ludus.pipeline.preflight.episodes import play_sample
-from ludus.tasks.readers import read_tasks
 
 NUM_HELDOUT, HELDOUT_S = 64, 3.0
 """Tasks of held-out levels that the expert plays, for their words; at most so many seconds."""
@@ -53,8 +53,7 @@ def heldout_episodes(config: RunConfig, subject: Subject) -> list[Conversation]:
     """
     if subject.env is None or not (tiers := subject.heldout_tiers):
         return []
-    reader = subject.reader_of(NUM_HELDOUT, 0, tiers)
-    tasks = list(read_tasks(reader, "tasks", maker=subject.maker()))
+    tasks = replace(subject, tiers=tiers).take(NUM_HELDOUT, 0)
     played = run(play_again(subject.env, tasks, HELDOUT_S))
     if not played and (fault := run(fault_of_all(subject.env, tasks[:NUM_OPENED], HELDOUT_S))):
         raise ConfigError(

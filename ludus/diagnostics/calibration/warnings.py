@@ -272,7 +272,9 @@ def of_heldout(trial: Trial, source: str = "env") -> Iterator[str]:
     elif (
         (trained := trial.trained) is not None
         and (heldout := trial.heldout) is not None
-        and (heldout.high or 1.0) < (trained.low or 0.0)
+        and heldout.high is not None
+        and trained.low is not None
+        and heldout.high < trained.low
         and heldout.value <= HALF * trained.value
     ):
         more = "more rows" if source == "data" else "more seeds or levels"

@@ -296,6 +296,14 @@ def spread(trajectory: Trajectory, advantage: Advantage) -> PerToken:
     return [[advantage] * len(s.token_ids) if s.sampled else [] for s in trajectory.segments]
 
 
+def extremes(advantage: Advantage) -> tuple[float, float]:
+    """Returns the lowest and the highest advantage of a trajectory's tokens; 0 without tokens."""
+    if not isinstance(advantage, Credit):
+        return advantage, advantage
+    rows = [row for row in advantage.advantages if row]
+    return min(map(min, rows), default=0.0), max(map(max, rows), default=0.0)
+
+
 def with_advantages(trajectory: Trajectory, advantage: Advantage) -> Trajectory:
     """Returns a copy whose sampled segments have their tokens' advantages."""
     rows = spread(trajectory, advantage)

@@ -192,6 +192,11 @@ OverlongMargin = Annotated[
     int, Field(ge=0, description="Tokens over which the penalty grows from 0 to 1; 0: no penalty.")
 ]
 Gamma = Annotated[float, Field(ge=0, le=1, description="Discount of later rewards, per turn.")]
+Average = Annotated[
+    Literal["token", "trajectory"],
+    Field(description="Mean over all tokens, or of each trajectory's mean, as in GRPO."),
+]
+MEANS = {"token": token_mean, "trajectory": trajectory_mean}
 WhitenOver = Annotated[
     Unit,
     Field(description="Normalise advantages over all tokens, or with equal weight per rollout."),
@@ -273,10 +278,7 @@ def gigpo(
     divide_by_std: Annotated[
         bool, Field(description="Divide advantages by the std, as GRPO; false: as Dr. GRPO.")
     ] = True,
-    average: Annotated[
-        Literal["token", "trajectory"],
-        Field(description="Mean over all tokens, or of each trajectory's mean, as in GRPO."),
-    ] = "token",
+    average: Average = "token",
 ) -> Algorithm:
     """GiGPO: GRPO, and turns from the same observation compared within the group."""
     compare = group_normalised if divide_by_std else group_centred
@@ -284,7 +286,7 @@ def gigpo(
         GIGPO,
         advantages=AnchorStates(compare, gamma, turn_weight),
         loss=clipped(clip_low, clip_high),
-        aggregate=token_mean if average == "token" else trajectory_mean,
+        aggregate=MEANS[average],
     )
 
 
@@ -332,10 +334,7 @@ def adpo(
     p_high: Annotated[
         float, Field(gt=0, le=1, description="Consistency p from which a label is trusted fully.")
     ] = 0.8,
-    average: Annotated[
-        Literal["token", "trajectory"],
-        Field(description="Mean over all tokens, or of each trajectory's mean, as in GRPO."),
-    ] = "token",
+    average: Average = "token",
 ) -> Algorithm:
     """ADPO: GRPO with a scale of advantages and an upper clip that depend on the label's certainty.
 
@@ -361,7 +360,7 @@ def adpo(
         loss=clipped_by_trust(clip_low, clip_high, clip_extra, trust)
         if dynamic_clip
         else clipped(clip_low, clip_high),
-        aggregate=token_mean if average == "token" else trajectory_mean,
+        aggregate=MEANS[average],
         needs_consistency=scale_advantages or dynamic_clip,
     )
 
