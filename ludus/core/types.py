@@ -289,6 +289,10 @@ class Segment:
             size -= 1
         return Segment, values[:size]
 
+    def copy(self) -> Segment:
+        """A shallow copy, in half the time of `dataclasses.replace`."""
+        return Segment(*_segment_values(self))
+
     @property
     def sampled(self) -> bool:
         return self.logprobs is not None

@@ -6,15 +6,15 @@ asynchronous training differs in the source.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ludus.backends.base import Backend
 from ludus.core.errors import TrainingError
+from ludus.core.system.garbage import rare_collections
 from ludus.core.types import Group, Trajectory, by_role
 from ludus.loop.metrics import (
     StepClock,
@@ -73,14 +73,11 @@ class Stage:
 
 
 async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: int = 0) -> None:
-    """Run the steps from `start` on. The back end has begun the stage, or loaded a checkpoint.
-
-    Objects that exist at the start (libraries, the model) are hidden from the garbage collector: a
-    collection over them takes 0.25 s, in the middle of an environment's step.
-    """
+    """Run the steps from `start` on. The back end has begun the stage, or loaded a checkpoint."""
     source, control, clock = stage.source, EntropyControl(stage.algorithm), StepClock()
-    gc.freeze()
-    try:
+    async with AsyncExitStack() as stack:
+        stack.enter_context(rare_collections())
+        stack.push_async_callback(source.close)
         for step in range(start, stage.steps):
             clock.start()
             version = backend.policy_version
@@ -108,9 +105,6 @@ async def run_stage(stage: Stage, backend: Backend, recorder: Recorder, start: i
             recorder.record(stage.name, step, shown, metrics)
             if stage.after_step and not await stage.after_step(step + 1):
                 return
-    finally:
-        gc.unfreeze()
-        await source.close()
 
 
 @contextmanager

@@ -7,7 +7,6 @@ shared memory before each share. It ends when the connection closes, or its pare
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import pickle
 import signal
@@ -19,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ludus.core.errors import LudusError, described
+from ludus.core.system.garbage import collect_rarely
 from ludus.rollout.hosts.processes import COUNTERS, Played, Queue, Setup, Share
 
 PARENT_CHECK_S = 1.0
@@ -52,7 +52,7 @@ class Player:
         renderers = make_renderers(config, tokenizer)
         self._collector = make_collector(config, self._sampler, renderers, Limits({}, ()))
         self._queue = queue
-        gc.freeze()  # as `loop.run_stage`
+        collect_rarely()  # as `loop.run_stage`
 
     async def play(self, share: Share) -> Played:
         """Play a share with the weights that are in the shared memory."""

@@ -306,9 +306,12 @@ def extremes(advantage: Advantage) -> tuple[float, float]:
 
 def with_advantages(trajectory: Trajectory, advantage: Advantage) -> Trajectory:
     """Returns a copy whose sampled segments have their tokens' advantages."""
-    rows = spread(trajectory, advantage)
-    parts = zip(trajectory.segments, rows, strict=True)
-    segments = [replace(s, advantages=[float(x) for x in row]) if row else s for s, row in parts]
+    segments = []
+    for segment, row in zip(trajectory.segments, spread(trajectory, advantage), strict=True):
+        if row:
+            segment = segment.copy()
+            segment.advantages = [*map(float, row)]
+        segments.append(segment)
     return replace(trajectory, segments=segments)
 
 
