@@ -172,7 +172,7 @@ async def _guarded(name: str, check: Check, subject: Subject, player: Player) ->
     if not player.fits(UNITS.get(name, 0), starts_s):
         player.left_out.append(name)
         return
-    player.unended = False
+    player.unended, player.at = False, None
     try:
         await check(subject, player)
     except EpisodeTimeout:
@@ -181,6 +181,12 @@ async def _guarded(name: str, check: Check, subject: Subject, player: Player) ->
         text = told(error, 200) + (UNENDED if player.unended else "")
         if name == "speed" and len(subject.first) < 2:
             raise _Unplayable(text) from error
+        if name != "speed" and player.at is not None:
+            name, task_id = player.at
+            known = (finding.detail for finding in subject.findings)
+            if any(detail == text or detail.endswith(f": {text}") for detail in known):
+                return  # one fault shows in several checks and tasks
+            text = f"task {task_id}: {text}"
         subject.error("episode" if name == "speed" else name, text)
 
 

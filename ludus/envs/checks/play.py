@@ -65,7 +65,8 @@ class Player:
     the seconds of an episode, and `left_s` those left for the checks. `call_s`: seconds of the
     newest call, in its thread. `left_out`: checks that would take too long.
     `largest`: characters of the largest messages, by the call that returned them. `slowest_s`: of a
-    step. `unended`: a step raised after one that gave a reward and did not end the episode.
+    step. `unended`: a step raised after one that gave a reward and did not end the episode. `at`:
+    the call of an episode that runs, or that raised ("reset", "step"), and its task's id.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Player:
         self.largest: dict[str, int] = {}
         self.left_out: list[str] = []
         self.slowest_s, self.unended = 0.0, False
+        self.at: tuple[str, str] | None = None
+        self._task_of: dict[int, str] = {}  # by the identity of an environment
         self._rewarded: Env | None = None  # by its newest step, which did not end the episode
         self._begun = time.monotonic()
         self._loop = asyncio.new_event_loop()
@@ -145,6 +148,8 @@ class Player:
 
     async def reset(self, env: Env, task: Task) -> Observation:
         """Reset and check the answer. Errors: EnvError if it is not an Observation."""
+        self._task_of[id(env)] = task.id
+        self.at = "reset", task.id
         await self.call("prepare", lambda: env.prepare(task), max(PREPARE_S, self.timeout_s))
         observation: Any = await self.call("reset", lambda: env.reset(task))
         if not isinstance(observation, Observation):
@@ -152,11 +157,13 @@ class Player:
         if not observation.messages:
             self.report("opening", "reset returned no messages")
         self._check_messages("reset", observation.messages)
+        self.at = None
         return observation
 
     async def step(self, env: Env, action: Message) -> StepResult:
         """Step and check the answer. Errors: EnvError if it is not a StepResult."""
         rewarded, self._rewarded = self._rewarded, None
+        self.at = "step", self._task_of.get(id(env), "?")
         try:
             result: Any = await self.call("step", lambda: env.step(action))
         except Exception:
@@ -170,6 +177,7 @@ class Player:
         if not result.messages and not result.done:
             self.report("answers", "step returned no messages, though the episode continues")
         self._check_messages("step", result.messages)
+        self.at = None
         if result.reward and not result.done:
             self._rewarded = env
         return result

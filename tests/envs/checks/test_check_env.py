@@ -572,3 +572,29 @@ async def test_the_expert_s_actions_are_spoilt_too() -> None:
     assert len(found) == 2, found
     assert "error: rubbish: the action 'say' raised IndexError" in found[0]
     assert "error: rubbish: the action 'say abc' raised ValueError" in found[1]
+
+
+async def test_a_reset_or_step_that_raises_is_told_with_its_task() -> None:
+    """The first task plays: such an environment was said to lack determinism."""
+
+    class InReset(faulty.Digit):
+        async def reset(self, task: Task) -> Observation:
+            if task.id != "digit/1":
+                raise KeyError("lever")
+            return await super().reset(task)
+
+    class InStep(faulty.Digit):
+        async def reset(self, task: Task) -> Observation:
+            self.id = task.id
+            return await super().reset(task)
+
+        async def step(self, action: Message) -> StepResult:
+            if self.id != "digit/1" and self.secret is not None:
+                raise KeyError("lever")
+            return await super().step(action)
+
+    tasks = [faulty.Digit.task(None, seed) for seed in range(1, 5)]
+    for cls, check in ((InReset, "reset"), (InStep, "step")):
+        found = (await check_env(cls, tasks=tasks))[0]
+        assert found.check == check
+        assert found.detail.startswith("task digit/2: KeyError: 'lever'")
