@@ -151,7 +151,10 @@ class Registry(Generic[T]):
             raise ConfigError(f"{where}.name: {error}" if where else str(error)) from None
         except ValidationError as error:
             prefix = "" if where else f"{self.kind} {spec.name!r}: "
-            lines = [prefix + text for _, text in explain(error, schema, place, noun="an argument")]
+            noun = "an argument"
+            if where:
+                noun += f" of {spec.name.rpartition(':')[2]}"
+            lines = [prefix + text for _, text in explain(error, schema, place, noun)]
             missing = any(each["type"] == "missing" for each in error.errors())
             if missing and self.needs and inspect.isfunction(self.load(spec.name)):
                 lines.append(

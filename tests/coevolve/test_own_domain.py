@@ -66,7 +66,7 @@ def test_start_has_the_judge_of_the_executor_or_its_own() -> None:
         ),
         (
             "curriculum.tasks.train.args.prompt=hi",
-            "curriculum.tasks.train.args.prompt is not an argument "
+            "curriculum.tasks.train.args.prompt is not an argument of prompts "
             "(did you mean curriculum.tasks.train.args.prompts?)",
         ),
     ],

@@ -494,7 +494,7 @@ def test_check_specs_tells_all_faults():
     assert str(caught.value).splitlines() == [
         "r.yaml: env.args.level is required: text",
         "r.yaml: env.args.size must be a whole number >= 2, got 1",
-        "r.yaml: env.args.lvel is not an argument (did you mean env.args.level?)",
+        "r.yaml: env.args.lvel is not an argument of walk (did you mean env.args.level?)",
         "r.yaml: tasks.train.name: 'wlak' is not a known env (did you mean walk?)",
         "r.yaml: metrics.1.args.level is required: text",
     ]

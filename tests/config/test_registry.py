@@ -126,7 +126,7 @@ def test_a_file_without_a_name_is_told_what_it_offers(tmp_path):
 def test_where_takes_the_place_of_the_kind():
     assert complaint({"name": "walk", "args": {"sise": 3, "size": 0}}, "env").splitlines() == [
         "env.args.size must be a whole number >= 2, got 0",
-        "env.args.sise is not an argument (did you mean env.args.size?)",
+        "env.args.sise is not an argument of walk (did you mean env.args.size?)",
     ]
     assert complaint("wlak", "env") == "env.name: 'wlak' is not a known env (did you mean walk?)"
 
@@ -242,5 +242,6 @@ def test_a_function_in_place_of_a_judge_is_told_what_a_judge_is(tmp_path: Path) 
 def test_an_argument_of_a_plug_in_without_any(tmp_path: Path) -> None:
     path = tmp_path / "plain.py"
     path.write_text("class Plain:\n    pass\n")
-    with pytest.raises(ConfigError, match=r"env\.args\.size is not an argument; it takes none$"):
+    message = r"env\.args\.size is not an argument of Plain; it takes none$"
+    with pytest.raises(ConfigError, match=message):
         ENVS.check(Spec(name=f"{path}:Plain", args={"size": 3}), "env")
