@@ -36,14 +36,17 @@ class Count(Env):
         opening: str = "count",
         strict: bool = False,
         drawn: str = "",
+        shut: str = "",
     ) -> None:
         self._needed, self._reward, self._anyway, self._step_s = turns, reward, anyway, step_s
         self._expert, self._action, self._opening, self._strict = expert, action, opening, strict
-        self._drawn = drawn
+        self._drawn, self._shut = drawn, shut
         self._at: int | None = None
 
     async def reset(self, task: Task) -> Observation:
         Count.played += 1
+        if task.tier == self._shut:
+            raise KeyError("lever")
         self._at, self._turns = 0, 9 if task.tier == "long" else self._needed
         self._before = Count.resets[self._drawn + task.id]
         Count.resets[self._drawn + task.id] += 1

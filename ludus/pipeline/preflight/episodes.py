@@ -36,6 +36,9 @@ NUM_AGAIN = 2
 NUM_RANDOM = 2
 """Episodes of random words; NUM_EPISODES without an expert."""
 
+NUM_HELDOUT = 8
+"""Held-out tasks that are played with random words, spread over the tiers."""
+
 RANDOM_TURNS = 5
 """Turns of an episode of random words."""
 
@@ -87,6 +90,7 @@ class Sample:
 
     `complete`: all tasks with an expert's episode in the run were played, or all that were planned;
     False: the time was up before. `again`: second plays of tasks that the expert finished.
+    `heldout`: of held-out tasks, in words that are no expert's.
     """
 
     expert: list[Played]
@@ -94,6 +98,7 @@ class Sample:
     num_tasks: int
     complete: bool
     again: Sequence[Played] = ()
+    heldout: Sequence[Played] = ()
 
     @property
     def finished(self) -> list[Played]:
@@ -106,13 +111,15 @@ class Sample:
         return [played for played in (*self.expert, *self.random) if played.opened]
 
 
-async def play_sample(config: RunConfig, tasks: Sequence[Task]) -> Sample:
+async def play_sample(
+    config: RunConfig, tasks: Sequence[Task], heldout: Sequence[Task] = ()
+) -> Sample:
     """Play episodes of the tasks that have an environment.
 
     Errors: EnvError for an environment that ends its process.
     """
     envs = LocalEnvs(config.env)
-    tasks = [task for task in tasks if envs.spec_of(task) is not None]
+    tasks, heldout = ([t for t in ts if envs.spec_of(t) is not None] for ts in (tasks, heldout))
     if tasks:
         _play_apart(envs, tasks[0])
     demonstrated = tasks[: config.demonstrations.num_episodes] if config.demonstrations else tasks
@@ -139,14 +146,19 @@ async def play_sample(config: RunConfig, tasks: Sequence[Task]) -> Sample:
         if not left() or any(played.overdue for played in (*expert, *random)):
             break
         random.append(await one(task, _wander))
+    unseen: list[Played] = []
+    for task in spread(heldout, NUM_HELDOUT):
+        if not left() or any(played.overdue for played in (*expert, *random, *unseen)):
+            break
+        unseen.append(await one(task, _wander))
     again: list[Played] = []
     finished = [played.task for played in expert if played.demonstration is not None]
     for task in finished[:NUM_AGAIN]:
-        if not left() or any(played.overdue for played in (*expert, *random, *again)):
+        if not left() or any(played.overdue for played in (*expert, *random, *unseen, *again)):
             break
         again.append(await one(task, partial(_demonstrate, config)))
     thread.close()
-    return Sample(expert, random, len(demonstrated), complete, again)
+    return Sample(expert, random, len(demonstrated), complete, again, unseen)
 
 
 def _play_apart(envs: LocalEnvs, task: Task) -> None:

@@ -4,7 +4,7 @@
     loss            on made-up tokens
     sft.data        read, and rendered
     episodes        a few of the expert, two of them twice, and of random words, against the limits
-                    of the recipe
+                    of the recipe; held-out tasks of each level, opened and stepped
     judges          on made-up episodes
 
 Writes nothing. A resumed run is not tried again; one that has no checkpoint checks its parts.
@@ -35,6 +35,7 @@ from ludus.pipeline.parts.registries import check_judges
 from ludus.pipeline.parts.tokenizer import check_functions, make_renderers, make_tokenizer
 from ludus.pipeline.preflight.again import judge_again
 from ludus.pipeline.preflight.episodes import Played, Sample, play_sample, spread
+from ludus.pipeline.preflight.heldout import judge_heldout
 from ludus.pipeline.preflight.judges import try_judges
 from ludus.pipeline.preflight.limits import (
     Findings,
@@ -79,7 +80,7 @@ def preflight(
     plays = config.env is not None or any(task.env is not None for task in splits.train)
     sample = NOTHING
     if plays and not options.patient and options.env_service is None:
-        sample = run(play_sample(config, splits.train))
+        sample = run(play_sample(config, splits.train, splits.heldout))
     exact = tokenizer is not None or _by_words(config)
     if tokenizer is None:
         tokenizer = _estimated_tokenizer(config, splits, conversations, sample)
@@ -97,6 +98,7 @@ def preflight(
             run(try_judges(config, scored, sample.opened, renderers, found))
     judge_expert(config, sample, found)
     judge_again(sample, found)
+    judge_heldout(sample, found)
     judge_rewards(config, sample, found)
     found.notes += slow_steps(config, sample)
     found.notes += _few_heldout(config, splits)

@@ -281,6 +281,25 @@ def test_a_task_that_differs_when_played_again(tmp_path: Path, drawn: str, said:
     assert len([note for note in notes if said in note]) == 1, notes
 
 
+def heldout(tiers: list[str]) -> dict[str, Any]:
+    """Tasks whose held-out ones are of other levels."""
+    train = {"name": "env", "args": {"num_tasks": 40, "tiers": ["short"]}}
+    args = {"num_tasks": 4, "tiers": tiers, "first_seed": 1000}
+    return {"train": train, "heldout": {"name": "env", "args": args}}
+
+
+@pytest.mark.parametrize("tiers", [["long"], ["short", "long"]])
+def test_a_held_out_level_that_does_not_open_is_refused(tmp_path: Path, tiers: list[str]) -> None:
+    said = refused(recipe(tmp_path, env_shut="long", tasks=heldout(tiers)))
+    assert "tasks.heldout: no task of level 'long' opens" in said
+    assert "task count/long/1000: KeyError: 'lever'" in said
+
+
+def test_held_out_tasks_that_open_are_not_told(tmp_path: Path) -> None:
+    config = recipe(tmp_path, tasks=heldout(["short"]))
+    assert not [text for text in told(config) if "heldout" in text]
+
+
 def test_no_task_is_played_again_when_the_time_is_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +335,7 @@ def test_an_environment_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (
             {"fault": "raises"},
             "made-up episode of each of 4 tasks: it raised KeyError: 'verdict' "
-            "[preflight_envs.py, line 98]",
+            "[preflight_envs.py, line 101]",
         ),
         ({"fault": "nan"}, "it has to return a Score with a finite value"),
         ({"fault": "none"}, "it returned None; it has to return a Score"),
