@@ -47,7 +47,8 @@ def lines(config: RunConfig, plan: Plan) -> list[str]:
         "",
         "time",
         *[f"  {part:{WIDTH}} {duration(seconds):>12}" for part, seconds in plan.seconds.items()],
-        f"  {'total':{WIDTH}} {duration(plan.hours * 3600):>12}",
+        f"  {'total':{WIDTH}} {duration(plan.hours * 3600, exact=True):>12}",
+        *_method(config),
     ]
     budget = config.budget
     if budget.price_per_hour is not None:
@@ -82,11 +83,25 @@ def _peak(flops: float) -> str:
     return f"{flops / 1e12:,.2f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:,.0f} GFLOP/s"
 
 
-def duration(seconds: float) -> str:
-    """Returns seconds as s, min or h."""
+def duration(seconds: float, *, exact: bool = False) -> str:
+    """Returns seconds as s, min or h; `exact`: up to ten minutes as min and s."""
     if seconds >= 3600:
         return f"{seconds / 3600:,.1f} h"
+    if exact and 60 <= seconds < 600:
+        return "{} min {} s".format(*divmod(round(seconds), 60))
     return f"{seconds / 60:,.0f} min" if seconds >= 60 else f"{seconds:,.0f} s"
+
+
+def _method(config: RunConfig) -> list[str]:
+    """What RL's times are of: algorithm, steps and episodes."""
+    rl = config.rl
+    if rl is None:
+        return []
+    added = "; SFT's unused steps add to them" if rl.steps_per_unused_sft_step else ""
+    return [
+        f"(rl: {rl.algorithm.name}, {rl.steps:,} steps of {rl.groups_per_step} x {rl.group_size} "
+        f"episodes{added})"
+    ]
 
 
 def _assumptions(config: RunConfig) -> list[str]:

@@ -22,7 +22,7 @@ from ludus.diagnostics import plan as planning
 from ludus.diagnostics.episodes import Usage, measure
 from ludus.diagnostics.hardware import HARDWARE, Hardware, find_hardware
 from ludus.diagnostics.memory import Memory
-from ludus.diagnostics.plan_lines import lines
+from ludus.diagnostics.plan_lines import duration, lines
 from ludus.train.algorithms.losses import cross_entropy
 from ludus.train.learner import Learner
 from ludus.train.optimizers.muon import make_optimizer
@@ -384,3 +384,21 @@ def test_a_model_that_is_not_cached_is_refused_without_the_network(
     assert isinstance(done.exception, ConfigError)
     assert "model.path: nobody/nothing-0.6b is not in the local cache" in str(done.exception)
     assert "`hf download nobody/nothing-0.6b`" in str(done.exception)
+
+
+def test_a_total_of_minutes_has_its_seconds() -> None:
+    assert [duration(s, exact=True) for s in (59.0, 131.2, 599.0, 601.0, 7200.0)] == [
+        "59 s",
+        "2 min 11 s",
+        "9 min 59 s",
+        "10 min",
+        "2.0 h",
+    ]
+    assert duration(131.2) == "2 min"
+
+
+def test_a_plan_names_the_steps_that_its_times_are_of() -> None:
+    """An algorithm, and episodes, that the file does not show: they are overridden or defaults."""
+    config = recipe("rl.steps=1200", "rl.algorithm=dapo")
+    text = "\n".join(lines(config, planning.plan(config, HARDWARE["l4"])))
+    assert "(rl: dapo, 1,200 steps of 32 x 8 episodes)" in text
