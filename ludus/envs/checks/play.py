@@ -66,7 +66,7 @@ class Player:
     newest call, in its thread. `left_out`: checks that would take too long.
     `largest`: characters of the largest messages, by the call that returned them. `slowest_s`: of a
     step. `unended`: a step raised after one that gave a reward and did not end the episode. `at`:
-    the call of an episode that runs, or that raised ("reset", "step"), and its task's id.
+    "reset" or "step", and the task's id, where that call runs, raised, or gave a wrong answer.
     """
 
     def __init__(
@@ -144,6 +144,7 @@ class Player:
         async def construct() -> Env:
             return (make or self.make)()
 
+        self.at = None
         return await self.call("the constructor", construct)
 
     async def reset(self, env: Env, task: Task) -> Observation:
