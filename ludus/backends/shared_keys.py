@@ -56,6 +56,7 @@ def shared_rows(host: str, workers: str) -> list[Key]:
         refused("rl.steps_per_unused_sft_step", f"{host} is told its steps before SFT", 0.0),
         mapped("rl.horizon"),
         refused("rl.min_success_to_stop", f"{host} runs all of its steps"),
+        refused("rl.min_signal", f"{host} runs all of its steps"),
         mapped("evaluate.num_tasks", note=f"ludus, before {host} starts and after it ends"),
         mapped("evaluate.before_sft", note=f"ludus, before {host} starts"),
         mapped("evaluate.confidence", note="ludus, in the process of `ludus train`"),

@@ -214,6 +214,14 @@ class RLConfig(Section):
         le=1,
         description="End the stage when a periodic evaluation reaches this success rate.",
     )
+    min_signal: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="End the stage where fewer than this share of the groups of the last 20 steps "
+        "have a signal (`train/groups_with_advantage`): the others train nothing, and a policy "
+        "that few samples move may lose what it has learned. Null: never.",
+    )
 
     @model_validator(mode="after")
     def _measures_kl(self) -> RLConfig:

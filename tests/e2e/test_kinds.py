@@ -233,6 +233,23 @@ def test_a_good_evaluation_ends_the_stage_and_stays_its_end(ludus: Ludus) -> Non
 
 
 @pytest.mark.slow
+def test_rl_without_signal_ends_and_stays_ended(ludus: Ludus) -> None:
+    """`rl.min_signal`, at a share that nearly all groups would need: the first 20 steps lack it."""
+
+    def steps() -> list[int]:
+        return [line["step"] for line in ludus.metrics() if line["stage"] == "rl"]
+
+    options = ["rl.min_signal=0.99", "rl.steps=24", "evaluate.every=0"]
+    ended = ludus("train", BABYAI, *options).ok()
+    assert "rl: ends after step 20: " in ended.err
+    assert steps() == list(range(20))
+    ludus("train", "--resume", "tiny-1", "rl.steps=23").ok()
+    assert steps() == list(range(20))
+    ludus("train", "--resume", "tiny-1", "rl.min_signal=null", "rl.steps=21").ok()
+    assert steps() == list(range(21))
+
+
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_by_the_metric_that_is_asked_for(ludus: Ludus) -> None:
     keep = ["checkpoint.metric=rollout/reward", "checkpoint.every=1", "checkpoint.keep_last=1"]
     ludus("train", BABYAI, *keep, "rl.steps=6", "evaluate.every=0").ok()

@@ -134,6 +134,7 @@ def with_choices(
                 "groups_per_step": groups,
                 "minibatches": minibatches,
                 "min_success_to_stop": choices.STOP if success >= choices.NEARLY_ALL else None,
+                "min_signal": choices.MIN_SIGNAL,
                 "optimizer": config.rl.optimizer.model_copy(
                     update={"warmup_steps": min(10, planned.likely // 5)}
                     | (held if minibatches > 1 else free)

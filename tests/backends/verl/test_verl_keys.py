@@ -59,6 +59,7 @@ REFUSED = {
         "rollout": {"deterministic": False},
     },
     "rl.min_success_to_stop": {"rl": {"min_success_to_stop": 0.5}},
+    "rl.min_signal": {"rl": {"min_signal": 0.02}},
     "rl.steps_per_unused_sft_step": {
         "sft": {"data": "x.jsonl", "until": {}},
         "rl": {"steps_per_unused_sft_step": 0.1},
