@@ -73,7 +73,8 @@ NOTES = """
 - OpenDoor 0, 1 and Hanoi 0: RL at a rate of 1e-3, one core each, before `target_kl` followed
   several iterations; with it OpenDoor 1 and Hanoi 0 reach 75.4 and 66.4 % from the same end of SFT.
 - PickupLoc 1, 2: two cores, small tests beside them. The recipes before, with `target_kl` at RL's
-  lower rate, went from 31.8 to 42.9 and from 23.2 to 31.1 % (Intel Xeon). Unlock 0 has that rate. On a machine of 95 GF/s, RL of PickupLoc 0 had
+  lower rate, went from 31.8 to 42.9 and from 23.2 to 31.1 % (Intel Xeon). Unlock 0 has that rate.
+  On a machine of 95 GF/s, RL of PickupLoc 0 had
   3,200 episodes and went from 23.4 to 24.5 %; `init` warned of it.
 - number_sorting 0 and 2: two cores, the present recipe; the one before RL was held to a smaller KL
   took seed 0 from 51.0 to 57.5 %, the one before `target_kl` followed several iterations seed 2
