@@ -219,8 +219,8 @@ class RLConfig(Section):
         gt=0,
         lt=1,
         description="End the stage where fewer than this share of the groups of the last 20 steps "
-        "have a signal (`train/groups_with_advantage`): the others train nothing, and a policy "
-        "that few samples move may lose what it has learned. Null: never.",
+        "have a signal (`train/groups_with_advantage`), after 20 steps had more: a policy that few "
+        "samples move may lose what it has learned. Null: never.",
     )
 
     @model_validator(mode="after")

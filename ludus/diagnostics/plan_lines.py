@@ -87,8 +87,8 @@ def duration(seconds: float, *, exact: bool = False) -> str:
     """Returns seconds as s, min or h; `exact`: up to ten minutes as min and s."""
     if seconds >= 3600:
         return f"{seconds / 3600:,.1f} h"
-    if exact and 60 <= seconds < 600:
-        return "{} min {} s".format(*divmod(round(seconds), 60))
+    if exact and 60 <= (whole := round(seconds)) < 600:
+        return f"{whole // 60} min {whole % 60} s"
     return f"{seconds / 60:,.0f} min" if seconds >= 60 else f"{seconds:,.0f} s"
 
 

@@ -4,9 +4,11 @@ A group whose episodes have equal rewards trains nothing. Where nearly all are a
 policy is certain, or all tasks are solved, or none can be, single samples decide where the policy
 moves: one that gave the same answer to every task lost it after 600 such steps (docs/log.md).
 
-    lost = Signal(0.02)
-    lost.add(0.6) ... lost.add(0.0)
-    lost.reason                     # None, until the last WINDOW steps have less
+    signal = Signal(0.02)
+    signal.add(0.6) ... signal.add(0.0)
+    signal.reason                   # None, until the last WINDOW steps have less
+
+A run that never had more goes on: its few successes may be the first.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ class Signal:
     def __init__(self, minimum: float | None) -> None:
         self._minimum = minimum
         self._shares: deque[float] = deque(maxlen=WINDOW)
+        self._had = False
+        """True if WINDOW steps had the minimum once."""
 
     @classmethod
     def restored(cls, rl: RLConfig | None, lines: Iterable[Line], steps: int) -> Signal:
@@ -44,19 +48,24 @@ class Signal:
         return found
 
     def add(self, share: float | None) -> None:
-        """Add a step's share; None where the algorithm has none."""
-        if share is not None:
-            self._shares.append(share)
+        """Add a step's share; None where the algorithm does not
+        score."""
+        if share is None or self._minimum is None:
+            return
+        self._shares.append(share)
+        self._had |= len(self._shares) == WINDOW and self._mean >= self._minimum
+
+    @property
+    def _mean(self) -> float:
+        return sum(self._shares) / len(self._shares)
 
     @property
     def reason(self) -> str | None:
         """Why RL ends; None: it goes on."""
-        if self._minimum is None or len(self._shares) < WINDOW:
-            return None
-        mean = sum(self._shares) / WINDOW
-        if mean >= self._minimum:
+        if self._minimum is None or not self._had or self._mean >= self._minimum:
             return None
         return (
-            f"{mean:.1%} of the groups of the last {WINDOW} steps have a signal, less than "
-            f"rl.min_signal, {self._minimum:.0%}: more steps would follow single samples"
+            f"{100 * self._mean:.3g} % of the groups of the last {WINDOW} steps have a signal, "
+            f"less than {100 * self._minimum:.3g} % (rl.min_signal): more steps would follow "
+            "single samples"
         )

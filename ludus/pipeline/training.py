@@ -210,7 +210,9 @@ class Trainer:
         if checkpoint is not None:
             success = self._load(stage, checkpoint)
             ended = self._suffices(stage, success) or stage.source.finished
-            ended = ended or self._lost_signal(stage) is not None
+            if lost := self._lost_signal(stage):
+                self._observer.note(f"rl: ended after step {start}: {lost}; null goes on")
+            ended = ended or lost is not None
             if ended or self._enough_sft(stage, start) or start >= stage.steps:
                 return stage, stage.steps
         self._observer.stage(name, stage.steps, start)

@@ -387,8 +387,9 @@ def test_a_model_that_is_not_cached_is_refused_without_the_network(
 
 
 def test_a_total_of_minutes_has_its_seconds() -> None:
-    assert [duration(s, exact=True) for s in (59.0, 131.2, 599.0, 601.0, 7200.0)] == [
+    assert [duration(s, exact=True) for s in (59.0, 59.7, 131.2, 599.0, 599.6, 7200.0)] == [
         "59 s",
+        "1 min 0 s",
         "2 min 11 s",
         "9 min 59 s",
         "10 min",

@@ -161,3 +161,9 @@ def test_hosts_refuse_it(ludus: Ludus) -> None:
 def test_debug_checks_it_too(ludus: Ludus, tmp_path: Path) -> None:
     wrong = "tasks.curriculum.tiers.small.includes=[GoToObjS7]"
     ludus("debug", *argv(CURRICULUM, wrong)).refused(2, "no training task is of tier 'GoToObjS7'")
+
+
+def test_an_end_without_signal_is_refused(ludus: Ludus) -> None:
+    """A new tier may begin without a signal."""
+    done = ludus("train", *argv(CURRICULUM, "rl.min_signal=0.1"))
+    done.refused(2, "rl.min_signal: a new tier of tasks.curriculum may begin without a signal")

@@ -234,19 +234,22 @@ def test_a_good_evaluation_ends_the_stage_and_stays_its_end(ludus: Ludus) -> Non
 
 @pytest.mark.slow
 def test_rl_without_signal_ends_and_stays_ended(ludus: Ludus) -> None:
-    """`rl.min_signal`, at a share that nearly all groups would need: the first 20 steps lack it."""
+    """`rl.min_signal`, of single steps: the first has a signal in three of four groups, the third
+    in one."""
+    every_step = "import ludus.pipeline.rl_end as end; end.WINDOW = 1"
 
     def steps() -> list[int]:
         return [line["step"] for line in ludus.metrics() if line["stage"] == "rl"]
 
-    options = ["rl.min_signal=0.99", "rl.steps=24", "evaluate.every=0"]
-    ended = ludus("train", BABYAI, *options).ok()
-    assert "rl: ends after step 20: " in ended.err
-    assert steps() == list(range(20))
-    ludus("train", "--resume", "tiny-1", "rl.steps=23").ok()
-    assert steps() == list(range(20))
-    ludus("train", "--resume", "tiny-1", "rl.min_signal=null", "rl.steps=21").ok()
-    assert steps() == list(range(21))
+    options = ["rl.min_signal=0.4", "rl.steps=9", "evaluate.every=0"]
+    ended = ludus("train", BABYAI, *options, setup=every_step).ok()
+    assert "rl: ends after step 3: 25 % of the groups" in ended.err
+    assert steps() == [0, 1, 2]
+    resumed = ludus("train", "--resume", "tiny-1", "rl.steps=8", setup=every_step).ok()
+    assert "rl: ended after step 3: 25 % of the groups" in resumed.err
+    assert steps() == [0, 1, 2]
+    ludus("train", "--resume", "tiny-1", "rl.min_signal=null", "rl.steps=4", setup=every_step).ok()
+    assert steps() == [0, 1, 2, 3]
 
 
 @pytest.mark.slow

@@ -19,18 +19,21 @@ def signal(minimum: float | None, shares: list[float | None]) -> Signal:
 def test_rl_ends_where_the_mean_of_the_last_steps_is_below_the_minimum() -> None:
     reason = signal(0.02, [0.5] * 30 + [0.0] * (WINDOW - 1) + [0.3]).reason
     assert reason is not None
-    assert reason.startswith("1.5% of the groups of the last 20 steps have a signal, less than rl.")
+    assert reason.startswith(
+        "1.5 % of the groups of the last 20 steps have a signal, less than 2 %"
+    )
 
 
 @pytest.mark.parametrize(
     ("minimum", "shares"),
     [
         (None, [0.0] * 100),
-        (0.02, [0.0] * (WINDOW - 1)),
-        (0.02, [0.0] * 100 + [0.5]),  # the mean of 20 is 2.5 %
-        (0.02, [None] * 100),  # an algorithm without groups
+        (0.02, [0.5] * 5 + [0.0] * (WINDOW - 6)),
+        (0.02, [0.5] * 30 + [0.0] * 100 + [0.5]),  # the mean of 20 is 2.5 %
+        (0.02, [0.0] * 100),  # what is rare at first may be found
+        (0.02, [None] * 100),  # an algorithm that does not score
     ],
-    ids=["without a minimum", "too few steps", "enough", "no measure"],
+    ids=["without a minimum", "too few steps", "enough", "never had more", "no measure"],
 )
 def test_rl_goes_on(minimum: float | None, shares: list[float | None]) -> None:
     assert signal(minimum, shares).reason is None
@@ -38,10 +41,10 @@ def test_rl_goes_on(minimum: float | None, shares: list[float | None]) -> None:
 
 def test_a_resumed_run_has_the_steps_before_its_checkpoint() -> None:
     lines = [Line("sft", n, 0.0, {METRIC: 1.0}) for n in range(50)]
-    lines += [Line("rl", n, 0.0, {METRIC: 0.0}) for n in range(WINDOW)]
-    lines += [Line("rl", WINDOW, 0.0, {METRIC: 1.0})]  # after the checkpoint: it is played again
+    lines += [Line("rl", n, 0.0, {METRIC: float(n < WINDOW)}) for n in range(2 * WINDOW)]
+    lines += [Line("rl", 2 * WINDOW, 0.0, {METRIC: 1.0})]  # after the checkpoint: played again
     rl = RLConfig(min_signal=0.02)
-    assert Signal.restored(rl, lines, WINDOW).reason is not None
-    assert Signal.restored(rl, lines, WINDOW - 1).reason is None
-    assert Signal.restored(rl, lines, WINDOW + 1).reason is None
-    assert Signal.restored(None, lines, WINDOW).reason is None
+    assert Signal.restored(rl, lines, 2 * WINDOW).reason is not None
+    assert Signal.restored(rl, lines, 2 * WINDOW - 1).reason is None
+    assert Signal.restored(rl, lines, 2 * WINDOW + 1).reason is None
+    assert Signal.restored(None, lines, 2 * WINDOW).reason is None

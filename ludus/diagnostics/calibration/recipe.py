@@ -240,7 +240,11 @@ def _rl(c: Calibration) -> Iterator[Line]:
         "target_kl lowers lr where a step moves the policy farther, in nats a token" if held else ""
     )
     yield "optimizer", {name: getattr(rl.optimizer, name) for name in used}, told
-    yield "min_signal", rl.min_signal, "groups with different rewards in 20 steps; fewer end RL"
+    yield (
+        "min_signal",
+        rl.min_signal,
+        "share of groups with different rewards, over 20 steps; below it, RL ends",
+    )
     if rl.min_success_to_stop is not None:
         yield "min_success_to_stop", rl.min_success_to_stop, "of an evaluation, greedy: ends RL"
     elif c.config.evaluate.every:

@@ -53,7 +53,8 @@ def short_run(config: RunConfig, steps: int, runs_dir: Path) -> RunConfig:
     if config.sft:
         changes["sft"] = config.sft.model_copy(update={"steps": steps, "until": None})
     if config.rl:
-        changes["rl"] = config.rl.model_copy(update={"steps": steps, "min_success_to_stop": None})
+        whole = {"steps": steps, "min_success_to_stop": None, "min_signal": None}
+        changes["rl"] = config.rl.model_copy(update=whole)
     return config.model_copy(update=changes)
 
 

@@ -180,7 +180,8 @@ async def _guarded(name: str, check: Check, subject: Subject, player: Player) ->
     except Exception as error:
         text = told(error, 200) + (UNENDED if player.unended else "")
         if name == "speed" and len(subject.first) < 2:
-            raise _Unplayable(text) from error
+            where = "" if player.at is None else "{} of task {}: ".format(*player.at)
+            raise _Unplayable(where + text) from error
         if name != "speed" and player.at is not None:
             name, task_id = player.at
             known = (finding.detail for finding in subject.findings)

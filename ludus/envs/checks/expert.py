@@ -24,7 +24,7 @@ class _Episode:
         steps: lines of `expert_steps` in the first turn that has some.
         scored: a step gave a reward.
         bounds: the environment's `score_range`.
-        error: that a step raised, and that ended the episode.
+        error: that a step raised, and that ended the episode; `at`: as `Player.at`.
     """
 
     outcome: Outcome
@@ -34,6 +34,7 @@ class _Episode:
     bounds: tuple[float, float]
     success_at: float
     error: Exception | None
+    at: tuple[str, str] | None
 
     @property
     def wins(self) -> bool:
@@ -99,6 +100,7 @@ async def _episode(player: Player, task: Task, found: _Found) -> _Episode:
             )
             return without
     if episode.error is not None:
+        player.at = episode.at
         raise episode.error
     return episode
 
@@ -125,6 +127,7 @@ async def _play(player: Player, task: Task, *, with_steps: bool) -> _Episode:
     actions, shown = list[str](), ""
     total, done, scored = 0.0, False, False
     error: Exception | None = None
+    at: tuple[str, str] | None = None
     try:
         opening = await player.reset(env, task)
         size = sum(len(message.content) for message in opening.messages)
@@ -138,14 +141,14 @@ async def _play(player: Player, task: Task, *, with_steps: bool) -> _Episode:
             except EpisodeTimeout:
                 raise
             except Exception as failure:
-                error = failure
+                error, at = failure, player.at
                 break
             total, done = total + (result.reward or 0.0), result.done
             scored |= result.reward is not None
             size += len(text) + sum(len(message.content) for message in result.messages)
         outcome = Outcome(task, total, len(actions), size, env.max_turns, done)
         bounds, _ = limits_of(env)
-        return _Episode(outcome, actions, shown, scored, bounds, env.success_at, error)
+        return _Episode(outcome, actions, shown, scored, bounds, env.success_at, error, at)
     finally:
         await player.close_env(env)
 

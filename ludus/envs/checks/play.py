@@ -66,7 +66,7 @@ class Player:
     newest call, in its thread. `left_out`: checks that would take too long.
     `largest`: characters of the largest messages, by the call that returned them. `slowest_s`: of a
     step. `unended`: a step raised after one that gave a reward and did not end the episode. `at`:
-    "reset" or "step", and the task's id, where that call runs, raised, or gave a wrong answer.
+    the call of an episode ("reset") and its task's id, where it runs, raised, or answered wrongly.
     """
 
     def __init__(
@@ -150,8 +150,9 @@ class Player:
     async def reset(self, env: Env, task: Task) -> Observation:
         """Reset and check the answer. Errors: EnvError if it is not an Observation."""
         self._task_of[id(env)] = task.id
-        self.at = "reset", task.id
+        self.at = "prepare", task.id
         await self.call("prepare", lambda: env.prepare(task), max(PREPARE_S, self.timeout_s))
+        self.at = "reset", task.id
         observation: Any = await self.call("reset", lambda: env.reset(task))
         if not isinstance(observation, Observation):
             raise EnvError(f"reset returned {kind(observation)}, not an Observation")
@@ -189,7 +190,10 @@ class Player:
         async def ask() -> str:
             return expert_action(env)
 
-        return _text(await self.call("expert_action", ask), "expert_action returned a text that")
+        self.at = "expert_action", self._task_of.get(id(env), "?")
+        text = _text(await self.call("expert_action", ask), "expert_action returned a text that")
+        self.at = None
+        return text
 
     async def steps(self, env: Env) -> str:
         """The expert's lines before its action. Errors: EnvError for no text."""
@@ -197,7 +201,10 @@ class Player:
         async def ask() -> str:
             return expert_steps(env)
 
-        return _text(await self.call("expert_steps", ask), "expert_steps returned a text that")
+        self.at = "expert_steps", self._task_of.get(id(env), "?")
+        text = _text(await self.call("expert_steps", ask), "expert_steps returned a text that")
+        self.at = None
+        return text
 
     async def close_env(self, env: Env) -> None:
         """Close an environment; ignore its errors, which another check reports."""

@@ -37,7 +37,7 @@ NUM_RANDOM = 2
 """Episodes of random words; NUM_EPISODES without an expert."""
 
 NUM_HELDOUT = 8
-"""Held-out tasks that are played with random words, spread over the tiers."""
+"""Held-out tasks that are played with random words, spread over the tiers, while time is left."""
 
 RANDOM_TURNS = 5
 """Turns of an episode of random words."""
@@ -146,17 +146,17 @@ async def play_sample(
         if not left() or any(played.overdue for played in (*expert, *random)):
             break
         random.append(await one(task, _wander))
-    unseen: list[Played] = []
-    for task in spread(heldout, NUM_HELDOUT):
-        if not left() or any(played.overdue for played in (*expert, *random, *unseen)):
-            break
-        unseen.append(await one(task, _wander))
     again: list[Played] = []
     finished = [played.task for played in expert if played.demonstration is not None]
     for task in finished[:NUM_AGAIN]:
-        if not left() or any(played.overdue for played in (*expert, *random, *unseen, *again)):
+        if not left() or any(played.overdue for played in (*expert, *random, *again)):
             break
         again.append(await one(task, partial(_demonstrate, config)))
+    unseen: list[Played] = []
+    for task in spread(heldout, NUM_HELDOUT):
+        if not left() or any(played.overdue for played in (*expert, *random, *again, *unseen)):
+            break
+        unseen.append(await one(task, _wander))
     thread.close()
     return Sample(expert, random, len(demonstrated), complete, again, unseen)
 

@@ -1,31 +1,36 @@
-"""Held-out tasks that cannot be played: an evaluation would fail, after SFT."""
+"""Held-out tasks that cannot be played: after SFT, an evaluation would fail, or leave some out."""
 
 from __future__ import annotations
 
 from ludus.pipeline.preflight.episodes import Played, Sample
 from ludus.pipeline.preflight.limits import Findings
 
+ENOUGH = 4
+"""Tasks of which none opens, from which all are taken to be alike."""
+
 
 def judge_heldout(sample: Sample, found: Findings) -> None:
-    """Add a fault for a level of which no held-out task opens, a note for one that opens in part.
-    Tasks that took too long are no sign of a fault."""
-    levels: dict[str | None, list[Played]] = {}
-    for played in sample.heldout:
-        if not played.overdue:
-            levels.setdefault(played.task.tier, []).append(played)
-    for tier, tried in levels.items():
-        failed = [played for played in tried if not played.opened]
-        if not failed:
-            continue
+    """Add a fault where no held-out task opens, and a note for each level that does not, or does in
+    part. Tasks that took too long are no sign of a fault."""
+    tried = [played for played in sample.heldout if not played.overdue]
+    failed = [played for played in tried if not played.opened]
+    if not failed:
+        return
+    if len(failed) == len(tried) >= ENOUGH:
+        found.faults.append(
+            f"tasks.heldout: none of {len(tried)} tasks that were tried opens ({_reason(failed)}): "
+            "an evaluation would have no result. `ludus check-env` tells more"
+        )
+        return
+    for tier in dict.fromkeys(played.task.tier for played in failed):
         of = "" if tier is None else f" of level {tier!r}"
-        reason = f"task {failed[0].task.id}: {failed[0].error}"
-        if len(failed) == len(tried):
-            found.faults.append(
-                f"tasks.heldout: no task{of} opens ({len(tried)} tried; {reason}): the evaluation "
-                "before RL would fail. `ludus check-env` tells more"
-            )
-        else:
-            found.notes.append(
-                f"tasks.heldout: {len(failed)} of {len(tried)} tasks{of} that were tried do not "
-                f"open, {reason}; evaluations leave such tasks out"
-            )
+        closed = [played for played in failed if played.task.tier == tier]
+        number = sum(played.task.tier == tier for played in tried)
+        found.notes.append(
+            f"tasks.heldout: {len(closed)} of {number} tasks{of} that were tried do not open "
+            f"({_reason(closed)}): evaluations leave such tasks out"
+        )
+
+
+def _reason(failed: list[Played]) -> str:
+    return f"task {failed[0].task.id}: {failed[0].error}"

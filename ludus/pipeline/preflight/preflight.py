@@ -4,7 +4,7 @@
     loss            on made-up tokens
     sft.data        read, and rendered
     episodes        a few of the expert, two of them twice, and of random words, against the limits
-                    of the recipe; held-out tasks of each level, opened and stepped
+                    of the recipe; some held-out tasks, opened and stepped
     judges          on made-up episodes
 
 Writes nothing. A resumed run is not tried again; one that has no checkpoint checks its parts.
@@ -80,7 +80,8 @@ def preflight(
     plays = config.env is not None or any(task.env is not None for task in splits.train)
     sample = NOTHING
     if plays and not options.patient and options.env_service is None:
-        sample = run(play_sample(config, splits.train, splits.heldout))
+        evaluated = splits.heldout[: config.evaluate.num_tasks]
+        sample = run(play_sample(config, splits.train, evaluated))
     exact = tokenizer is not None or _by_words(config)
     if tokenizer is None:
         tokenizer = _estimated_tokenizer(config, splits, conversations, sample)

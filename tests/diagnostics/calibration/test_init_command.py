@@ -108,7 +108,11 @@ class Typed(Own):
         ("Own", [], "mine.py:Own needs `size=...`"),
         ("Typed", [], "mine.py:Typed needs `size=...` (a whole number)"),
         ("Typed", ["size=x"], "mine.py:Typed: size must be a whole number, got 'x'"),
-        ("Own", ["size=2", "dpth=1"], "mine.py:Own: dpth is not an argument (did you mean depth?)"),
+        (
+            "Own",
+            ["size=2", "dpth=1"],
+            "mine.py:Own: dpth is not an argument of Own (did you mean depth?)",
+        ),
     ],
 )
 def test_arguments_are_told_as_the_command_takes_them(

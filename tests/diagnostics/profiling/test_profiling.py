@@ -155,7 +155,7 @@ def test_the_profiled_run_is_short(tmp_path: Path) -> None:
             "tasks": {"train": ENV_TASKS, "heldout": ENV_TASKS},
             "demonstrations": {"num_episodes": 5000},
             "sft": {"steps": 300, "until": {"every": 20}},
-            "rl": {"steps": 100, "min_success_to_stop": 0.9},
+            "rl": {"steps": 100, "min_success_to_stop": 0.9, "min_signal": 0.1},
             "evaluate": {"num_tasks": 4, "every": 2, "temperature": 0.5},
             "checkpoint": {"metric": "evaluate/success"},
         }

@@ -288,11 +288,25 @@ def heldout(tiers: list[str]) -> dict[str, Any]:
     return {"train": train, "heldout": {"name": "env", "args": args}}
 
 
-@pytest.mark.parametrize("tiers", [["long"], ["short", "long"]])
-def test_a_held_out_level_that_does_not_open_is_refused(tmp_path: Path, tiers: list[str]) -> None:
-    said = refused(recipe(tmp_path, env_shut="long", tasks=heldout(tiers)))
-    assert "tasks.heldout: no task of level 'long' opens" in said
+def test_held_out_tasks_of_which_none_opens_are_refused(tmp_path: Path) -> None:
+    said = refused(recipe(tmp_path, env_shut="long", tasks=heldout(["long"])))
+    assert "tasks.heldout: none of 4 tasks that were tried opens" in said
     assert "task count/long/1000: KeyError: 'lever'" in said
+
+
+def test_a_held_out_level_that_does_not_open_is_told(tmp_path: Path) -> None:
+    [line] = [
+        t
+        for t in told(recipe(tmp_path, env_shut="long", tasks=heldout(["short", "long"])))
+        if "heldout" in t
+    ]
+    assert "2 of 2 tasks of level 'long' that were tried do not open (task count/long/100" in line
+
+
+def test_held_out_tasks_that_no_evaluation_plays_are_not_tried(tmp_path: Path) -> None:
+    tasks = heldout(["short", "long"])
+    config = recipe(tmp_path, env_shut="long", tasks=tasks, evaluate={"num_tasks": 1})
+    assert not [text for text in told(config) if "heldout" in text]
 
 
 def test_held_out_tasks_that_open_are_not_told(tmp_path: Path) -> None:
