@@ -1,8 +1,8 @@
 """Python's search for dead reference cycles, while a run plays and trains.
 
 Everything else is freed at once, by its reference count. The search takes time in proportion to the
-objects that are alive, and begins after every 700 new ones: a step of 256 short episodes begins 60
-searches, which took a tenth of the step.
+objects that are alive, and begins after every 700 new ones: a step of 256 short episodes began 60
+searches, which took 26 of its 680 ms.
 """
 
 from __future__ import annotations
