@@ -93,7 +93,7 @@ def duration(seconds: float, *, exact: bool = False) -> str:
 
 
 def _method(config: RunConfig) -> list[str]:
-    """What RL's times are of: algorithm, steps and episodes."""
+    """The algorithm, steps and episodes that RL's times are of."""
     rl = config.rl
     if rl is None:
         return []

@@ -14,10 +14,9 @@ A run that never had more goes on: its few successes may be the first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from pathlib import Path
 
-from ludus.config.schema import RLConfig
-from ludus.telemetry.metrics import Line
+from ludus.telemetry.metrics import MetricsLog
 
 WINDOW = 20
 """Steps whose mean is compared: of 32 groups each, 2 % are 13 groups."""
@@ -39,17 +38,17 @@ class Signal:
         """True if WINDOW steps had the minimum once."""
 
     @classmethod
-    def restored(cls, rl: RLConfig | None, lines: Iterable[Line], steps: int) -> Signal:
-        """That of a run after `steps` complete steps of RL, from the lines of its metrics."""
-        found = cls(None if rl is None else rl.min_signal)
-        for line in lines:
-            if line.stage == "rl" and line.step < steps:
-                found.add(line.metrics.get(METRIC))
+    def restored(cls, minimum: float | None, metrics: Path, steps: int) -> Signal:
+        """That of a run after `steps` complete steps of RL, from its `metrics.jsonl`."""
+        found = cls(minimum)
+        if minimum is not None and steps:
+            for line in MetricsLog.read(metrics):
+                if line.stage == "rl" and line.step < steps:
+                    found.add(line.metrics.get(METRIC))
         return found
 
     def add(self, share: float | None) -> None:
-        """Add a step's share; None where the algorithm does not
-        score."""
+        """Add a step's share; None where the algorithm does not score."""
         if share is None or self._minimum is None:
             return
         self._shares.append(share)
@@ -61,7 +60,7 @@ class Signal:
 
     @property
     def reason(self) -> str | None:
-        """Why RL ends; None: it goes on."""
+        """The reason why RL ends; None: it goes on."""
         if self._minimum is None or not self._had or self._mean >= self._minimum:
             return None
         return (

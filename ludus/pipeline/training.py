@@ -92,7 +92,7 @@ class Trainer:
         self._doctor = Doctor(run.config, run.folder, observer.note)
         self._unknown = unknown_id(run.tokenizer)
         self._excluded: list[tuple[str, str]] = []
-        self._signal = Signal(None)
+        self._signal = Signal(None)  # of SFT
         self._num_episodes = 0
         self._latest: dict[str, float] = {}
         self._record_s = 0.0  # of the step before: its own is not over when it is recorded
@@ -204,13 +204,13 @@ class Trainer:
         run.backend.begin_stage(stage.settings, stage.algorithm)
         seed_random(derive_seed(run.config.seed, "stage", name))  # e.g. LoRA's dropout
         start = 0 if checkpoint is None else checkpoint.step
-        if name == "rl":
-            lines = MetricsLog.read(self._metrics.path)
-            self._signal = Signal.restored(run.config.rl, lines, start)
+        if name == "rl" and run.config.rl is not None:
+            minimum = run.config.rl.min_signal
+            self._signal = Signal.restored(minimum, self._metrics.path, start)
         if checkpoint is not None:
             success = self._load(stage, checkpoint)
             ended = self._suffices(stage, success) or stage.source.finished
-            if lost := self._lost_signal(stage):
+            if lost := self._signal.reason:
                 self._observer.note(f"rl: ended after step {start}: {lost}; null goes on")
             ended = ended or lost is not None
             if ended or self._enough_sft(stage, start) or start >= stage.steps:
@@ -268,7 +268,7 @@ class Trainer:
             self._observer.note(
                 f"{stage.name}: the last tier of tasks.curriculum met its criteria at step {step}"
             )
-        if lost := self._lost_signal(stage):
+        if lost := self._signal.reason:
             self._observer.note(f"rl: ends after step {step}: {lost}")
         ended = step == stage.steps or finished or bool(enough) or bool(lost)
         ended = ended or self._suffices(stage, success)
@@ -312,10 +312,6 @@ class Trainer:
             return False
         minimum = self.run.config.rl.min_success_to_stop
         return minimum is not None and success >= minimum
-
-    def _lost_signal(self, stage: Stage) -> str | None:
-        """Returns the reason why RL ended by `rl.min_signal`; None: it did not."""
-        return self._signal.reason if stage.name == "rl" else None
 
     async def _measure_sft(self, stage: Stage, step: int) -> str | None:
         """Measure the policy where `sft.until` asks for it; returns the reason to end SFT."""
@@ -369,8 +365,7 @@ class Trainer:
         if (stage, step) == ("sft", 0):
             too_long = len(self._excluded)
             metrics |= sft_metrics(len(run.conversations) - too_long, too_long, run.folder)
-        if stage == "rl":
-            self._signal.add(metrics.get(METRIC))
+        self._signal.add(metrics.get(METRIC))
         num_steps = getattr(run.config, stage).steps
         metrics |= self._budget.step(metrics["rollout/tokens"], num_steps - step - 1)
         self._latest = metrics

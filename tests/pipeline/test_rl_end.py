@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from ludus.config.schema import RLConfig
 from ludus.pipeline.rl_end import METRIC, WINDOW, Signal
-from ludus.telemetry.metrics import Line
+from ludus.telemetry.metrics import MetricsLog
 
 
 def signal(minimum: float | None, shares: list[float | None]) -> Signal:
@@ -39,12 +40,14 @@ def test_rl_goes_on(minimum: float | None, shares: list[float | None]) -> None:
     assert signal(minimum, shares).reason is None
 
 
-def test_a_resumed_run_has_the_steps_before_its_checkpoint() -> None:
-    lines = [Line("sft", n, 0.0, {METRIC: 1.0}) for n in range(50)]
-    lines += [Line("rl", n, 0.0, {METRIC: float(n < WINDOW)}) for n in range(2 * WINDOW)]
-    lines += [Line("rl", 2 * WINDOW, 0.0, {METRIC: 1.0})]  # after the checkpoint: played again
-    rl = RLConfig(min_signal=0.02)
-    assert Signal.restored(rl, lines, 2 * WINDOW).reason is not None
-    assert Signal.restored(rl, lines, 2 * WINDOW - 1).reason is None
-    assert Signal.restored(rl, lines, 2 * WINDOW + 1).reason is None
-    assert Signal.restored(None, lines, 2 * WINDOW).reason is None
+def test_a_resumed_run_has_the_steps_before_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        for stage, shares in (("sft", [1.0] * 50), ("rl", [1.0] * WINDOW + [0.0] * WINDOW)):
+            for step, share in enumerate(shares):
+                log.log(stage, step, {METRIC: share})
+        log.log("rl", 2 * WINDOW, {METRIC: 1.0})  # after the checkpoint: played again
+    assert Signal.restored(0.02, path, 2 * WINDOW).reason is not None
+    assert Signal.restored(0.02, path, 2 * WINDOW - 1).reason is None
+    assert Signal.restored(0.02, path, 2 * WINDOW + 1).reason is None
+    assert Signal.restored(None, path, 2 * WINDOW).reason is None

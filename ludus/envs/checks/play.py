@@ -150,36 +150,34 @@ class Player:
     async def reset(self, env: Env, task: Task) -> Observation:
         """Reset and check the answer. Errors: EnvError if it is not an Observation."""
         self._task_of[id(env)] = task.id
-        self.at = "prepare", task.id
-        await self.call("prepare", lambda: env.prepare(task), max(PREPARE_S, self.timeout_s))
-        self.at = "reset", task.id
-        observation: Any = await self.call("reset", lambda: env.reset(task))
-        if not isinstance(observation, Observation):
-            raise EnvError(f"reset returned {kind(observation)}, not an Observation")
-        if not observation.messages:
-            self.report("opening", "reset returned no messages")
-        self._check_messages("reset", observation.messages)
-        self.at = None
+        with self._marked("prepare", env):
+            await self.call("prepare", lambda: env.prepare(task), max(PREPARE_S, self.timeout_s))
+        with self._marked("reset", env):
+            observation: Any = await self.call("reset", lambda: env.reset(task))
+            if not isinstance(observation, Observation):
+                raise EnvError(f"reset returned {kind(observation)}, not an Observation")
+            if not observation.messages:
+                self.report("opening", "reset returned no messages")
+            self._check_messages("reset", observation.messages)
         return observation
 
     async def step(self, env: Env, action: Message) -> StepResult:
         """Step and check the answer. Errors: EnvError if it is not a StepResult."""
         rewarded, self._rewarded = self._rewarded, None
-        self.at = "step", self._task_of.get(id(env), "?")
-        try:
-            result: Any = await self.call("step", lambda: env.step(action))
-        except Exception:
-            self.unended = rewarded is env
-            raise
-        self.slowest_s = max(self.slowest_s, self.call_s)
-        if not isinstance(result, StepResult):
-            raise EnvError(f"step returned {kind(result)}, not a StepResult")
-        if result.reward is not None and not math.isfinite(result.reward):
-            self.report("rewards", f"step returned the reward {result.reward}")
-        if not result.messages and not result.done:
-            self.report("answers", "step returned no messages, though the episode continues")
-        self._check_messages("step", result.messages)
-        self.at = None
+        with self._marked("step", env):
+            try:
+                result: Any = await self.call("step", lambda: env.step(action))
+            except Exception:
+                self.unended = rewarded is env
+                raise
+            self.slowest_s = max(self.slowest_s, self.call_s)
+            if not isinstance(result, StepResult):
+                raise EnvError(f"step returned {kind(result)}, not a StepResult")
+            if result.reward is not None and not math.isfinite(result.reward):
+                self.report("rewards", f"step returned the reward {result.reward}")
+            if not result.messages and not result.done:
+                self.report("answers", "step returned no messages, though the episode continues")
+            self._check_messages("step", result.messages)
         if result.reward and not result.done:
             self._rewarded = env
         return result
@@ -190,10 +188,10 @@ class Player:
         async def ask() -> str:
             return expert_action(env)
 
-        self.at = "expert_action", self._task_of.get(id(env), "?")
-        text = _text(await self.call("expert_action", ask), "expert_action returned a text that")
-        self.at = None
-        return text
+        with self._marked("expert_action", env):
+            return _text(
+                await self.call("expert_action", ask), "expert_action returned a text that"
+            )
 
     async def steps(self, env: Env) -> str:
         """The expert's lines before its action. Errors: EnvError for no text."""
@@ -201,10 +199,15 @@ class Player:
         async def ask() -> str:
             return expert_steps(env)
 
-        self.at = "expert_steps", self._task_of.get(id(env), "?")
-        text = _text(await self.call("expert_steps", ask), "expert_steps returned a text that")
+        with self._marked("expert_steps", env):
+            return _text(await self.call("expert_steps", ask), "expert_steps returned a text that")
+
+    @contextmanager
+    def _marked(self, name: str, env: Env) -> Iterator[None]:
+        """Set `at` during a call of an episode; it stays where the block raises."""
+        self.at = name, self._task_of.get(id(env), "?")
+        yield
         self.at = None
-        return text
 
     async def close_env(self, env: Env) -> None:
         """Close an environment; ignore its errors, which another check reports."""

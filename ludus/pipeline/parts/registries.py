@@ -292,8 +292,17 @@ def _inert_rl(config: RunConfig, rl: RLConfig) -> Iterator[str]:
             f"rl.minibatches: {rl.minibatches} exceed the {rl.groups_per_step * rl.group_size} "
             "episodes of a step (rl.groups_per_step * rl.group_size): at most that number"
         )
-    if rl.min_signal is not None:
-        yield from _inert_signal(config, rl)
+    ends = rl.min_signal is not None
+    if ends and not ALGORITHMS.build(rl.algorithm, "rl.algorithm").compares:
+        yield (
+            f"rl.min_signal has no effect with {rl.algorithm.name}, which does not compare the "
+            "episodes of a group: set it to null"
+        )
+    if ends and config.tasks.curriculum is not None:
+        yield (
+            "rl.min_signal: a new tier of tasks.curriculum may begin without a signal: set it to "
+            "null"
+        )
     if rl.min_success_to_stop is None:
         return
     if config.tasks.heldout is None:
@@ -305,20 +314,6 @@ def _inert_rl(config: RunConfig, rl: RLConfig) -> Iterator[str]:
             f"rl.min_success_to_stop: no evaluation comes between steps (evaluate.every is "
             f"{config.evaluate.every}, rl.steps {rl.steps}): set evaluate.every to a number from "
             "1 to rl.steps - 1, or rl.min_success_to_stop to null"
-        )
-
-
-def _inert_signal(config: RunConfig, rl: RLConfig) -> Iterator[str]:
-    """Yields where `rl.min_signal` cannot tell that the groups have lost their signal."""
-    if not ALGORITHMS.build(rl.algorithm, "rl.algorithm").compares:
-        yield (
-            f"rl.min_signal has no effect with {rl.algorithm.name}, which does not compare the "
-            "episodes of a group: set it to null"
-        )
-    if config.tasks.curriculum is not None:
-        yield (
-            "rl.min_signal: a new tier of tasks.curriculum may begin without a signal: set it to "
-            "null"
         )
 
 

@@ -83,6 +83,11 @@ class Played:
         """The sum of the step rewards."""
         return sum(self.rewards)
 
+    @property
+    def fault(self) -> str:
+        """The error, with the task."""
+        return f"task {self.task.id}: {self.error}"
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -127,34 +132,38 @@ async def play_sample(
     thread, started = EnvThread(), time.monotonic()
     expert: list[Played] = []
     random: list[Played] = []
+    overdue = False
 
     def left() -> bool:
-        return time.monotonic() - started < PATIENCE_S
+        return time.monotonic() - started < PATIENCE_S and not overdue
 
     async def one(task: Task, act: Callable[[Recorded], Awaitable[Any]]) -> Played:
+        nonlocal overdue
         deadline = max(DEADLINE_S - (time.monotonic() - started), 0.1)
-        return await play_one(envs, thread, task, deadline, act)
+        played = await play_one(envs, thread, task, deadline, act)
+        overdue |= played.overdue
+        return played
 
     for task in chosen:
         enough = len(expert) >= NUM_EPISODES and any(_succeeded(played) for played in expert)
-        if enough or not left() or any(played.overdue for played in expert):
+        if enough or not left():
             break
         expert.append(await one(task, partial(_demonstrate, config)))
     complete = len(expert) >= min(NUM_EPISODES, len(chosen))
     has_expert = any(not played.no_expert for played in expert)
     for task in chosen[: NUM_RANDOM if has_expert else NUM_EPISODES]:
-        if not left() or any(played.overdue for played in (*expert, *random)):
+        if not left():
             break
         random.append(await one(task, _wander))
     again: list[Played] = []
     finished = [played.task for played in expert if played.demonstration is not None]
     for task in finished[:NUM_AGAIN]:
-        if not left() or any(played.overdue for played in (*expert, *random, *again)):
+        if not left():
             break
         again.append(await one(task, partial(_demonstrate, config)))
     unseen: list[Played] = []
     for task in spread(heldout, NUM_HELDOUT):
-        if not left() or any(played.overdue for played in (*expert, *random, *again, *unseen)):
+        if not left():
             break
         unseen.append(await one(task, _wander))
     thread.close()

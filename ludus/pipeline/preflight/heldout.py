@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ludus.pipeline.preflight.episodes import Played, Sample
+from ludus.pipeline.preflight.episodes import Sample
 from ludus.pipeline.preflight.limits import Findings
 
 ENOUGH = 4
@@ -18,7 +18,7 @@ def judge_heldout(sample: Sample, found: Findings) -> None:
         return
     if len(failed) == len(tried) >= ENOUGH:
         found.faults.append(
-            f"tasks.heldout: none of {len(tried)} tasks that were tried opens ({_reason(failed)}): "
+            f"tasks.heldout: none of {len(tried)} tasks that were tried opens ({failed[0].fault}): "
             "an evaluation would have no result. `ludus check-env` tells more"
         )
         return
@@ -28,9 +28,5 @@ def judge_heldout(sample: Sample, found: Findings) -> None:
         number = sum(played.task.tier == tier for played in tried)
         found.notes.append(
             f"tasks.heldout: {len(closed)} of {number} tasks{of} that were tried do not open "
-            f"({_reason(closed)}): evaluations leave such tasks out"
+            f"({closed[0].fault}): evaluations leave such tasks out"
         )
-
-
-def _reason(failed: list[Played]) -> str:
-    return f"task {failed[0].task.id}: {failed[0].error}"

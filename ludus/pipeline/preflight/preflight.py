@@ -166,10 +166,7 @@ def _estimated_tokenizer(
     errors = [played for played in tried if played.error and not played.no_expert]
     if errors and not any(played.overdue for played in tried):
         name = config.env.name if config.env else tried[0].task.id
-        first = errors[0]
-        raise EnvError(
-            f"environment {name!r} opens no episode: task {first.task.id}: {first.error}"
-        )
+        raise EnvError(f"environment {name!r} opens no episode: {errors[0].fault}")
     return None
 
 

@@ -38,10 +38,9 @@ def judge_expert(config: RunConfig, sample: Sample, found: Findings) -> None:
             f"{_tasks(expert)}, e.g. {without[0].task.id}: they give no demonstration"
         )
     if failed:
-        reason = f"task {failed[0].task.id}: {failed[0].error}"
         every = len(failed) == len(expert)
         share = f"{_episodes(expert)}" if every else f"{len(failed)} of {_episodes(expert)}"
-        told = f"env: {env!r}: the expert's play failed in {share}, {reason}"
+        told = f"env: {env!r}: the expert's play failed in {share}, {failed[0].fault}"
         if any(played.overdue for played in failed):
             found.notes.append(f"{told}, so it was not checked further")
         elif every and demonstrations is not None and len(failed) >= min(4, sample.num_tasks):
