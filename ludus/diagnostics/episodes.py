@@ -17,7 +17,8 @@ from typing import Any, TypeVar, cast
 from huggingface_hub import try_to_load_from_cache
 
 from ludus.config.schema import RunConfig
-from ludus.core.errors import ConfigError, EnvError
+from ludus.core.errors import ConfigError, EnvError, LudusError
+from ludus.core.modules import own_frame, told
 from ludus.core.system.signals import run
 from ludus.core.types import Task, ToolCall
 from ludus.data.conversations import read_conversations, replay_all
@@ -165,6 +166,12 @@ async def _played(
             continue
         except EnvError as error:
             raise ConfigError(f"env: {spec.name}: task {task.id}: {error}") from error
+        except LudusError:
+            raise
+        except Exception as error:
+            if own_frame(error) is None:  # our fault: its traceback tells the place
+                raise
+            raise ConfigError(f"env: {spec.name}: task {task.id}: {told(error)}") from error
     return played
 
 

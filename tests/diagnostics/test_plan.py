@@ -403,3 +403,22 @@ def test_a_plan_names_the_steps_that_its_times_are_of() -> None:
     config = recipe("rl.steps=1200", "rl.algorithm=dapo")
     text = "\n".join(lines(config, planning.plan(config, HARDWARE["l4"])))
     assert "(rl: dapo, 1,200 steps of 32 x 8 episodes)" in text
+
+
+def test_an_environment_that_raises_is_told_with_its_task(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from ludus.envs.base import Env\n"
+        "from ludus.core.types import Task\n"
+        "class Mine(Env):\n"
+        "    @classmethod\n"
+        "    def task(cls, tier, seed):\n"
+        "        return Task(id=f'mine/{seed}', data={'seed': seed})\n"
+        "    async def reset(self, task):\n"
+        "        return {}['lever']\n"
+        "    async def step(self, action):\n"
+        "        return None\n"
+    )
+    config = recipe(f"env={path}:Mine", "tasks.train.args.tiers=null", "tasks.heldout=null")
+    with pytest.raises(ConfigError, match=r"task mine/0: KeyError: 'lever' \[mine.py, line 8\]"):
+        measure(config)
