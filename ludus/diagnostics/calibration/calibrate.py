@@ -39,6 +39,7 @@ from ludus.diagnostics.calibration.episodes import (
 )
 from ludus.diagnostics.calibration.first import (
     base,
+    failing_tiers,
     tokenizer_for,
     tokenizer_name,
     with_lengths,
@@ -161,6 +162,13 @@ def _calibrate(
     tasks = subject.take(NUM_EPISODES, 0)
     searches = subject.searches(tasks[0])
     expert = play(subject, tasks, folder, say, scratch=model is None)
+    broken = failing_tiers(subject, expert)
+    if broken:
+        subject = replace(subject, tiers=[tier for tier in subject.tiers if tier not in broken])
+        tasks = [task for task in tasks if task.tier not in broken]
+        expert = expert.without(broken)
+        for tier, reason in broken.items():
+            say(f"level {tier!r} is left out: every episode of the expert failed, {reason}")
     good = [d for d in expert.demonstrations if d.success]
     if not good and model is None:
         raise ConfigError(no_demonstration(subject, expert))
@@ -236,6 +244,7 @@ def _calibrate(
         config, planned = with_choices(config, trial, minutes, rate, sampled)
     unseen = undeclared(subject, tasks)
     warnings = [
+        *foretold.of_levels(broken),
         *foretold.of_expert(expert),
         *foretold.of_random(played, expert, subject.levels),
         *foretold.of_threads(played, subject.own_threads(tasks[0])),
@@ -343,9 +352,12 @@ def play(
     fit = partial(refuse_long, subject) if scratch else None
     expert = play_expert(subject.env, tasks, folder, EXPERT_S, fit=fit)
     if expert.demonstrations:
+        failed = sum(expert.failed.values())
+        of = f"{failed} fail, {expert.success:.0%} of the others" if failed else None
         say(
-            f"expert: {expert.num_played} episodes in {expert.seconds:.0f} s, {expert.success:.0%} "
-            f"succeed, {fmean(expert.turns):.1f} turns (to {expert.turns[-1]}), reward "
+            f"expert: {expert.num_played} episodes in {expert.seconds:.0f} s, "
+            f"{of or f'{expert.success:.0%}'} succeed, {fmean(expert.turns):.1f} turns "
+            f"(to {expert.turns[-1]}), reward "
             f"{fmean(expert.rewards):.2f} (standard deviation {pstdev(expert.rewards):.2f})"
         )
     return expert

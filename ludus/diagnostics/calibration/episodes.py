@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -70,6 +70,7 @@ class Expert:
 
     Args:
         failed: episodes without a demonstration, by kind; `reason`: of the first of them.
+        dropped: each of them, where it is known.
         seconds: wall time, with the start of the processes.
         per_s: episodes a second, without that start.
     """
@@ -79,6 +80,7 @@ class Expert:
     reason: str = ""
     seconds: float = 0.0
     per_s: float = 1.0
+    dropped: Sequence[Dropped] = ()
 
     def joined(self, more: Expert) -> Expert:
         """These episodes and more of them."""
@@ -89,7 +91,16 @@ class Expert:
             self.reason or more.reason,
             self.seconds + more.seconds,
             more.per_s,
+            [*self.dropped, *more.dropped],
         )
+
+    def without(self, tiers: Collection[str]) -> Expert:
+        """These episodes without the failed ones of some tiers."""
+        left = [one for one in self.dropped if one.tier not in tiers]
+        gone = Counter(one.kind for one in self.dropped if one.tier in tiers)
+        reason = left[0].reason if left else ""
+        failed = dict(Counter(self.failed) - gone)
+        return replace(self, failed=failed, reason=reason, dropped=left)
 
     @property
     def num_played(self) -> int:
@@ -266,12 +277,13 @@ def _batch(env: Spec, tasks: Sequence[Task], path: Path, workers: int, timeout_s
         on_episode=lambda _: times.append(time.perf_counter()),
     )
     found = list(load_demonstrations(path))
-    dropped = dropped_path(path).read_text(encoding="utf-8").partition("\n")[0]
-    why = Dropped.model_validate_json(dropped).reason if dropped else ""
+    lines = dropped_path(path).read_text(encoding="utf-8").splitlines()
+    dropped = [Dropped.model_validate_json(line) for line in lines]
+    why = dropped[0].reason if dropped else ""
     later = len(times) - EPISODES_PER_JOB
     span = times[-1] - times[EPISODES_PER_JOB - 1] if later > 0 else summary.seconds
     rate = (later if later > 0 else len(times)) / max(span, 1e-3)
-    return Expert(found, dict(summary.dropped), why, summary.seconds, rate)
+    return Expert(found, dict(summary.dropped), why, summary.seconds, rate, dropped)
 
 
 async def play_random(

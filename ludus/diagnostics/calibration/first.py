@@ -13,6 +13,7 @@ from ludus.core.types import Spec
 from ludus.data.conversations import Conversation
 from ludus.data.splits import Splits, read_splits
 from ludus.diagnostics.calibration import choices, tokens
+from ludus.diagnostics.calibration.episodes import Expert
 from ludus.diagnostics.calibration.pretrained import device
 from ludus.diagnostics.calibration.subject import Subject, config_tasks
 from ludus.diagnostics.calibration.warnings import FEW
@@ -131,6 +132,17 @@ def tokenizer_name(config: RunConfig) -> str:
     """The name of the tokenizer to train."""
     spec = config.model.tokenizer
     return spec.name if isinstance(spec, Spec) else "the model's own"
+
+
+def failing_tiers(subject: Subject, expert: Expert) -> dict[str, str]:
+    """The levels of which every episode of the expert failed, where others have demonstrations;
+    each with the reason of its first."""
+    shown = {one.tier for one in expert.demonstrations}
+    reasons: dict[str, str] = {}
+    for one in expert.dropped if shown else ():
+        if one.tier is not None and one.tier in subject.tiers and one.tier not in shown:
+            reasons.setdefault(one.tier, one.reason)
+    return reasons
 
 
 def without_small_tiers(

@@ -243,7 +243,7 @@ def _rl(c: Calibration) -> Iterator[Line]:
     yield (
         "min_signal",
         rl.min_signal,
-        "share of groups with different rewards, over 20 steps; below it, RL ends",
+        "share of groups with different rewards: RL ends where 20 steps fall below it",
     )
     if rl.min_success_to_stop is not None:
         yield "min_success_to_stop", rl.min_success_to_stop, "of an evaluation, greedy: ends RL"

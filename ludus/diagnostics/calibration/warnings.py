@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 
 from ludus.core.errors import counted
@@ -53,6 +53,14 @@ HALF = 0.5
 
 FEW = 50
 """Different tasks below which a run can only memorise them."""
+
+
+def of_levels(broken: Mapping[str, str]) -> Iterator[str]:
+    """Yields the levels that the recipe leaves out, with the reason of each."""
+    for tier, reason in broken.items():
+        yield (
+            f"level {tier!r} is left out, since every episode of the expert failed there: {reason}"
+        )
 
 
 def of_expert(expert: Expert) -> Iterator[str]:
