@@ -37,16 +37,18 @@ class Count(Env):
         strict: bool = False,
         drawn: str = "",
         shut: str = "",
+        stuck: str = "",
     ) -> None:
         self._needed, self._reward, self._anyway, self._step_s = turns, reward, anyway, step_s
         self._expert, self._action, self._opening, self._strict = expert, action, opening, strict
-        self._drawn, self._shut = drawn, shut
+        self._drawn, self._shut, self._stuck = drawn, shut, stuck
         self._at: int | None = None
 
     async def reset(self, task: Task) -> Observation:
         Count.played += 1
         if task.tier == self._shut:
             raise KeyError("lever")
+        self._tier = task.tier
         self._at, self._turns = 0, 9 if task.tier == "long" else self._needed
         self._before = Count.resets[self._drawn + task.id]
         Count.resets[self._drawn + task.id] += 1
@@ -58,6 +60,8 @@ class Count(Env):
     async def step(self, action: Message) -> StepResult:
         if self._at is None:
             raise EnvError("call reset first")
+        if self._tier == self._stuck:
+            raise KeyError("hinge")
         if self._strict and action.content.startswith("look"):
             raise ValueError("no command")
         await asyncio.sleep(self._step_s)

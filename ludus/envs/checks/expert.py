@@ -82,7 +82,9 @@ async def check_expert(subject: Subject, player: Player) -> None:
         span = counted(turns[0], "turn") if len(turns) == 1 else f"{turns[0]} to {turns[-1]} turns"
         tasks = counted(len(outcomes), "task")
         reached = f"wins {num_won} of" if scored else "plays"  # a judge scores it
-        subject.tell(f"the expert {reached} {tasks}, in episodes of {span}")
+        open_ended = sum(not outcome.done for outcome in outcomes)
+        cut = f"; {counted(open_ended, 'episode')} did not end here" if open_ended else ""
+        subject.tell(f"the expert {reached} {tasks}, in episodes of {span}{cut}")
     _tell(subject, player, found, sum(outcome.done for outcome in outcomes))
     await check_outcomes(subject, player, outcomes)
 

@@ -115,7 +115,9 @@ async def test_an_expert_that_is_stuck_in_some_tasks_is_a_note() -> None:
         return "open red" if self.secret == 1 else str(self.secret)
 
     env = type("Stuck", (faulty.Digit,), {"expert_action": expert_action})
-    [found] = [f for f in await check_env(env) if f.check == "expert"]
+    said: list[str] = []
+    [found] = [f for f in await check_env(env, tell=said.append) if f.check == "expert"]
+    assert any(line.endswith("; 1 episode did not end here") for line in said), said
     assert found.severity == "note"
     assert "digit/1: the expert does not end the episode in 1,000 steps" in found.detail
     assert "last actions: 'open red', then 'open red'" in found.detail

@@ -290,7 +290,9 @@ def heldout(tiers: list[str]) -> dict[str, Any]:
 
 def test_held_out_tasks_of_which_none_opens_are_refused(tmp_path: Path) -> None:
     said = refused(recipe(tmp_path, env_shut="long", tasks=heldout(["long"])))
-    assert "tasks.heldout: none of 4 tasks that were tried opens" in said
+    assert (
+        "tasks.heldout: none of 4 tasks that were tried can be opened (task count/long/1000" in said
+    )
     assert "task count/long/1000: KeyError: 'lever'" in said
 
 
@@ -300,7 +302,21 @@ def test_a_held_out_level_that_does_not_open_is_told(tmp_path: Path) -> None:
         for t in told(recipe(tmp_path, env_shut="long", tasks=heldout(["short", "long"])))
         if "heldout" in t
     ]
-    assert "2 of 2 tasks of level 'long' that were tried do not open (task count/long/100" in line
+    assert (
+        "2 of 2 tasks of level 'long' that were tried cannot be opened (task count/long/100" in line
+    )
+
+
+def test_held_out_tasks_whose_steps_raise_are_refused(tmp_path: Path) -> None:
+    said = refused(recipe(tmp_path, env_stuck="long", tasks=heldout(["long"])))
+    assert "tasks.heldout: none of 4 tasks that were tried can be played" in said
+    assert "KeyError: 'hinge'" in said
+
+
+def test_a_held_out_level_whose_steps_raise_is_told(tmp_path: Path) -> None:
+    tasks = heldout(["short", "long"])
+    [line] = [t for t in told(recipe(tmp_path, env_stuck="long", tasks=tasks)) if "heldout" in t]
+    assert "2 of 2 tasks of level 'long' that were tried cannot be played (task" in line
 
 
 def test_held_out_tasks_that_no_evaluation_plays_are_not_tried(tmp_path: Path) -> None:
@@ -349,7 +365,7 @@ def test_an_environment_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (
             {"fault": "raises"},
             "made-up episode of each of 4 tasks: it raised KeyError: 'verdict' "
-            "[preflight_envs.py, line 101]",
+            "[preflight_envs.py, line 105]",
         ),
         ({"fault": "nan"}, "it has to return a Score with a finite value"),
         ({"fault": "none"}, "it returned None; it has to return a Score"),
