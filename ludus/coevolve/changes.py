@@ -11,6 +11,7 @@ from collections.abc import Collection
 from ludus.coevolve.storage import Storage
 from ludus.config.coevolve import CoevolveConfig
 from ludus.config.load import diff, lookup
+from ludus.config.messages import show
 from ludus.core.errors import ConfigError
 
 ALL = frozenset({"start", "curriculum", "generate", "score", "filter", "executor", "evaluate"})
@@ -49,7 +50,7 @@ def check_changes(
     """
     lines, refused = [], []
     for key in diff(before, after):
-        line = f"{key} was {lookup(before, key)!r}, is {lookup(after, key)!r}"
+        line = f"{key} was {show(lookup(before, key))}, is {show(lookup(after, key))}"
         readers = _readers(key)
         if used := [label for label in begun if label.rpartition("/")[2] in readers]:
             refused.append(f"{line}: {used[-1]} has begun with it")

@@ -13,6 +13,7 @@ import torch
 
 from ludus.backends import BACKENDS
 from ludus.config.load import diff, dump_config, lookup
+from ludus.config.messages import show
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, LudusError, MirrorError
 from ludus.core.files import atomic_write
@@ -142,7 +143,8 @@ def _resume(
     urls = resolved_urls(config.notify, observer.note)
     changes = [key for key in diff(before, config) if key != "runs_dir"]  # a location, no setting
     for key in changes:
-        observer.note(f"changed: {key} from {lookup(before, key)} to {lookup(config, key)}")
+        old, new = (show(lookup(c, key), bare=True, width=200) for c in (before, config))
+        observer.note(f"changed: {key} from {old} to {new}")
     with RunStore.open(config.store, folder.path.parent) as store:
         refuse_changes(folder, before, config, changes)
         row = next((row for row in store.runs() if row.id == folder.id), None)

@@ -70,7 +70,7 @@ def test_a_stage_alone_makes_the_bits_of_the_whole(whole: Ludus, after: Disturbe
         (["answers.number=5"], "answers.number was 4, is 5: iteration-1/score has begun"),
         (["questions.chunk=8"], "questions.chunk was 4, is 8: iteration-1/score has begun"),
         (["curriculum.rl.steps=3"], "curriculum.rl.steps was 2, is 3: iteration-1/generate"),
-        (["reward.tool=0.1"], "reward.tool was None, is 0.1: iteration-1/score has begun"),
+        (["reward.tool=0.1"], "reward.tool was null, is 0.1: iteration-1/score has begun"),
         (["executor.rl.steps=9"], "executor.rl.steps was 2, is 9: iteration-1/executor has begun"),
     ],
 )
@@ -86,7 +86,7 @@ def test_a_key_of_a_stage_that_has_begun_may_not_change(
 def test_keys_of_the_filter_may_change_before_it_runs(after: Disturbed) -> None:
     ludus = after("iteration-1/score")
     done = ludus("coevolve", "sums.yaml", "filter", "questions.max_problems=2").ok()
-    assert "changed: questions.max_problems was None, is 2" in done.err
+    assert "changed: questions.max_problems was null, is 2" in done.err
     root = ludus.cwd / ROOT
     assert len(rows(root / "generated_question/iteration-1/problems.jsonl")) == 2
     assert Storage(root).complete()["iteration-1/filter"]["band"] == [0, 1]
