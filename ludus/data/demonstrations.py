@@ -23,9 +23,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from ludus.config.schema import MarkersConfig
-from ludus.core.errors import DataError, LudusError, described, first_fault
+from ludus.core.errors import DataError, LudusError, first_fault
 from ludus.core.files import atomic_file, open_regular
-from ludus.core.modules import require
+from ludus.core.modules import require, told
 from ludus.core.system.signals import ctrl_c_kept_from_children
 from ludus.core.types import Spec, Task, Wire
 from ludus.data.expert import CodeBlocks, Demonstration, Format, run_expert
@@ -317,7 +317,7 @@ def _play_one(task_json: str, form_json: str) -> tuple[str, str]:
     except NoExpert as error:
         return "no expert", str(error)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        return "error", described(error)
+        return "error", told(error)
 
 
 async def _play(task: Task, form: _Form) -> Demonstration:

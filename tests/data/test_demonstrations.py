@@ -46,7 +46,7 @@ def test_faults_are_recorded_and_the_others_go_on(tmp_path: Path) -> None:
     dropped = [json.loads(line) for line in dropped_path(path).read_text().splitlines()]
     assert [(d["task_id"], d["kind"], d["reason"]) for d in dropped] == [
         ("moody/1", "timeout", "took longer than 2 s"),
-        ("moody/2", "error", "RuntimeError: the disk is full of eels"),
+        ("moody/2", "error", "RuntimeError: the disk is full of eels [faulty_envs.py, line 229]"),
         ("moody/4", "died", "the worker process died with exit code 3"),
         ("moody/5", "lost", "the expert's reward was 0"),
         ("moody/6", "no expert", "nobody knows"),

@@ -23,6 +23,7 @@ from ludus.diagnostics.calibration.conversations import (
     conversations_of,
     heldout_episodes,
     measured,
+    of_heldout_levels,
     openings,
 )
 from ludus.diagnostics.calibration.distinct import by_tier, total, undeclared
@@ -99,6 +100,7 @@ class Calibration:
         conversations: what SFT shows.
         distinct: about how many different tasks there are.
         steps, start: how the minutes are divided; for a pretrained model its starting values.
+        broken: levels that are left out since the expert fails there, with the reason.
         searches: the expert knows what an agent must find out first.
         seconds: that the calibration took.
     """
@@ -114,6 +116,7 @@ class Calibration:
     trial: Trial
     steps: choices.Steps | None
     start: Start | None
+    broken: dict[str, str]
     searches: bool = False
     warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -168,7 +171,7 @@ def _calibrate(
         tasks = [task for task in tasks if task.tier not in broken]
         expert = expert.without(broken)
         for tier, reason in broken.items():
-            say(f"level {tier!r} is left out: every episode of the expert failed, {reason}")
+            say(f"level {tier!r} is left out: of the expert, {reason}")
     good = [d for d in expert.demonstrations if d.success]
     if not good and model is None:
         raise ConfigError(no_demonstration(subject, expert))
@@ -177,6 +180,7 @@ def _calibrate(
     tiers, reset_s = by_tier(subject, tasks, expert.demonstrations)
     subject = without_small_tiers(subject, tiers, say)
     half = max(len(shown) // 2, 1)
+    unplayed = of_heldout_levels(config, subject, tasks)
     others = heldout_episodes(config, subject) if good and model is None else []
     config, vocabulary, unknown = tokenizer_for(config, shown[:half], shown[half:], others)
     if model is None:
@@ -245,6 +249,7 @@ def _calibrate(
     unseen = undeclared(subject, tasks)
     warnings = [
         *foretold.of_levels(broken),
+        *unplayed,
         *foretold.of_expert(expert),
         *foretold.of_random(played, expert, subject.levels),
         *foretold.of_threads(played, subject.own_threads(tasks[0])),
@@ -258,7 +263,7 @@ def _calibrate(
     ]
     return Calibration(
         subject, config, of_training, expert, lengths, vocabulary, unknown, distinct, trial,
-        planned, start, searches, warnings,
+        planned, start, broken, searches, warnings,
     )  # fmt: skip
 
 

@@ -12,15 +12,17 @@ from ludus.core.system.signals import run
 from ludus.core.types import Message, Task
 from ludus.data.conversations import Conversation, read_conversations
 from ludus.data.expert import Demonstration
-from ludus.diagnostics.calibration.episodes import fault_of_all, play_again
+from ludus.diagnostics.calibration.episodes import play_again
 from ludus.diagnostics.calibration.subject import Subject
 from ludus.pipeline.preflight.episodes import play_sample
+from ludus.pipeline.preflight.heldout import judge_heldout
+from ludus.pipeline.preflight.limits import Findings
 
 NUM_HELDOUT, HELDOUT_S = 64, 3.0
 """Tasks of held-out levels that the expert plays, for their words; at most so many seconds."""
 
-NUM_OPENED = 4
-"""Tasks of held-out levels that are opened where the expert plays none."""
+NUM_COMPARED = 4
+"""Training tasks that are played beside held-out ones."""
 
 NUM_MEASURED, LEAST_MEASURED = 1600, 64
 """Most demonstrations that are measured in tokens, and the least, however long they are."""
@@ -47,21 +49,34 @@ def conversations_of(
 
 def heldout_episodes(config: RunConfig, subject: Subject) -> list[Conversation]:
     """The expert's episodes of the levels that the environment holds out, as many as fit into
-    HELDOUT_S; none of an environment without such levels.
-
-    Errors: ConfigError where no task of these levels opens: a run would fail after SFT.
-    """
+    HELDOUT_S; none of an environment without such levels."""
     if subject.env is None or not (tiers := subject.heldout_tiers):
         return []
     tasks = replace(subject, tiers=tiers).take(NUM_HELDOUT, 0)
     played = run(play_again(subject.env, tasks, HELDOUT_S))
-    if not played and (fault := run(fault_of_all(subject.env, tasks[:NUM_OPENED], HELDOUT_S))):
-        raise ConfigError(
-            f"{subject.given}: no task of the held-out levels {', '.join(tiers)} could be opened "
-            f"({fault}): mend them, or leave them out of `tiers()`, so that tasks of the training "
-            "levels are held out"
-        )
     return conversations_of(config, [d for d in played if d.success], tasks)
+
+
+def of_heldout_levels(config: RunConfig, subject: Subject, tasks: Sequence[Task]) -> list[str]:
+    """The levels that the environment holds out and that cannot be played, each with the reason.
+
+    Args:
+        tasks: of training, which tell what random words do.
+
+    Errors: ConfigError where no task of these levels can be played: a run would not start.
+    """
+    if not (tiers := subject.heldout_tiers):
+        return []
+    heldout = replace(subject, tiers=tiers).take(NUM_HELDOUT, 0)
+    found = Findings()
+    judge_heldout(run(play_sample(config, tasks[:NUM_COMPARED], heldout)), found)
+    if found.faults:
+        raise ConfigError(
+            f"{subject.given}: held-out levels {', '.join(tiers)}: "
+            f"{found.faults[0].removeprefix('tasks.heldout: ')}. Mend them, or leave them out of "
+            "`tiers()`, so that tasks of the training levels are held out"
+        )
+    return found.notes
 
 
 def openings(config: RunConfig, tasks: Sequence[Task]) -> list[Conversation]:

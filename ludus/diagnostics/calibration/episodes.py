@@ -218,21 +218,12 @@ async def play_openings(
     env: Spec, tasks: Sequence[Task], seconds: float
 ) -> list[tuple[Task, list[Message]]]:
     """The opening observations of tasks, as many as fit into `seconds`."""
-    found = await _opened(env, tasks, seconds)
-    return [(played.task, played.opening) for played in found if played.opened]
 
-
-async def fault_of_all(env: Spec, tasks: Sequence[Task], seconds: float) -> str:
-    """The reason why the first of these tasks does not open, if none does; else empty."""
-    found = await _opened(env, tasks, seconds)
-    return "" if not found or any(played.opened for played in found) else found[0].error
-
-
-async def _opened(env: Spec, tasks: Sequence[Task], seconds: float) -> list[Played]:
     async def opens(env: Recorded) -> None:
         await env.reset(env.task.model_copy(deep=True))
 
-    return [played async for played in _each(env, tasks, seconds, seconds, opens)]
+    found = [played async for played in _each(env, tasks, seconds, seconds, opens)]
+    return [(played.task, played.opening) for played in found if played.opened]
 
 
 async def _each(

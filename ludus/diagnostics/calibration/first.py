@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ludus.config.messages import show
 from ludus.config.schema import RunConfig
-from ludus.core.errors import ConfigError, DataError
+from ludus.core.errors import ConfigError, DataError, counted
 from ludus.core.types import Spec
 from ludus.data.conversations import Conversation
 from ludus.data.splits import Splits, read_splits
@@ -26,6 +28,13 @@ TOKENIZERS = (
     (Spec(name="bpe", args={"vocab_size": 1024}), math.inf),
 )
 """Tokenizers that encode any text, from fine to coarse, and the most tokens of a mean episode."""
+
+LEAST_SHOWN = 0.1
+"""Share of a level's episodes of the expert that give a demonstration; with less, its code is
+broken, and the few successes would stand for the level."""
+
+LONGEST_REASON = 160
+"""Characters of the reason of a failing level."""
 
 NUM_COUNTED = 200
 """Episodes that tell how long they are with one of them."""
@@ -135,14 +144,21 @@ def tokenizer_name(config: RunConfig) -> str:
 
 
 def failing_tiers(subject: Subject, expert: Expert) -> dict[str, str]:
-    """The levels of which every episode of the expert failed, where others have demonstrations;
-    each with the reason of its first."""
-    shown = {one.tier for one in expert.demonstrations}
-    reasons: dict[str, str] = {}
-    for one in expert.dropped if shown else ():
-        if one.tier is not None and one.tier in subject.tiers and one.tier not in shown:
-            reasons.setdefault(one.tier, one.reason)
-    return reasons
+    """The levels of which fewer than LEAST_SHOWN of the expert's episodes gave a demonstration,
+    where others have more: how many failed, and the reason of the first, in one line."""
+    shown = Counter(one.tier for one in expert.demonstrations)
+    dropped: dict[str, list[str]] = {}
+    for one in expert.dropped:
+        if one.tier is not None and one.tier in subject.tiers:
+            dropped.setdefault(one.tier, []).append(one.reason)
+    failing: dict[str, str] = {}
+    for tier, reasons in dropped.items():
+        played = shown[tier] + len(reasons)
+        if shown[tier] < LEAST_SHOWN * played:
+            why = show(" ".join(reasons[0].split()), bare=True, width=LONGEST_REASON)
+            failing[tier] = f"{len(reasons)} of {counted(played, 'episode')} failed, {why}"
+    healthy = [tier for tier in subject.tiers if shown[tier] and tier not in failing]
+    return failing if healthy else {}
 
 
 def without_small_tiers(

@@ -1,13 +1,19 @@
 """Levels of an environment that the expert cannot play."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ludus.core.errors import ConfigError
+from ludus.data.demonstrations import Dropped
+from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration.calibrate import EXPERT_S, calibrate
-from ludus.diagnostics.calibration.episodes import play_expert
-from ludus.diagnostics.calibration.first import failing_tiers
-from ludus.diagnostics.calibration.subject import environment
+from ludus.diagnostics.calibration.conversations import of_heldout_levels
+from ludus.diagnostics.calibration.episodes import Expert, play_expert
+from ludus.diagnostics.calibration.first import base, failing_tiers
+from ludus.diagnostics.calibration.recipe import write
+from ludus.diagnostics.calibration.subject import Subject, environment
 
 LEVELS = """
 from random import Random
@@ -81,6 +87,53 @@ def test_init_trains_on_the_healthy_level(levels: str) -> None:
     said: list[str] = []
     made = calibrate(environment(levels, {}, None), 1.0, 0, said.append)
     assert made.config.tasks.train.args["tiers"] == ["one"]
+    [line] = [
+        line for line in write(made, "ludus init").splitlines() if line.startswith("  train: ")
+    ]
+    assert "in 1 of 2 levels; not two, of whose expert " in line
+    assert "failed, KeyError: 'k' [failing_levels_env.py, line" in line
     assert any("level 'two' is left out" in line and "KeyError" in line for line in said)
     assert any("level 'two' is left out" in line for line in made.warnings)
     assert any("fail, 100% of the others succeed" in line for line in said)
+
+
+def test_a_level_that_nearly_always_fails_is_named_in_one_line(levels: str) -> None:
+    subject = environment(levels, {}, None)
+    fine = Demonstration(
+        task_id="a", tier="one", messages=[], reward=1.0, success=True, num_turns=1
+    )
+    odd = fine.model_copy(update={"tier": "two"})
+    dropped = [Dropped(task_id="b", tier="two", kind="error", reason="Bad: a\nb " + 999 * "c")]
+    expert = Expert([*([fine] * 9), odd], dropped=19 * dropped)
+    [(tier, reason)] = failing_tiers(subject, expert).items()
+    assert tier == "two"
+    assert reason.startswith("19 of 20 episodes failed, Bad: a b ccc")
+    assert len(reason) < 200
+    assert failing_tiers(subject, Expert([*([fine] * 9), odd], dropped=9 * dropped)) == {}
+
+
+def with_test_levels(levels: str) -> Subject:
+    file = Path(levels.partition(":")[0])
+    text = file.read_text().replace('("one", "two")', '("one", "one/test", "two", "two/test")')
+    file.write_text(text.replace('self.tier == "two"', 'self.tier == "two/test"'))
+    return environment(levels, {}, None)
+
+
+def test_a_held_out_level_that_cannot_be_played_is_named(levels: str) -> None:
+    subject = with_test_levels(levels)
+    config = base(subject, 0, None, "sft.jsonl", shows=True)
+    [line] = of_heldout_levels(config, subject, subject.take(4, 0))
+    assert "of level 'two/test' that were tried cannot be played (task two/test-" in line
+    assert "KeyError: 'k'" in line
+
+
+def test_init_ends_where_no_held_out_level_can_be_played(levels: str) -> None:
+    subject = replace(with_test_levels(levels), tiers=["two"])
+    config = base(subject, 0, None, "sft.jsonl", shows=True)
+    with pytest.raises(ConfigError, match=r"held-out levels two/test: none of 8 .* played"):
+        of_heldout_levels(config, subject, subject.take(4, 0))
+
+
+def test_environments_without_held_out_levels_are_not_played(levels: str) -> None:
+    subject = environment(levels, {}, None)
+    assert of_heldout_levels(base(subject, 0, None, "x", shows=True), subject, []) == []

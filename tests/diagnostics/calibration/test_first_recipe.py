@@ -9,7 +9,7 @@ import pytest
 from ludus.core.errors import ConfigError
 from ludus.core.types import Message, Spec, Task
 from ludus.data.conversations import Conversation
-from ludus.diagnostics.calibration.conversations import heldout_episodes
+from ludus.diagnostics.calibration.conversations import of_heldout_levels
 from ludus.diagnostics.calibration.first import base, tokenizer_for, tokenizer_name
 from ludus.diagnostics.calibration.subject import Subject, for_training, open_subject
 
@@ -88,7 +88,8 @@ class Broken(ludus.Env):
     subject = open_subject(f"{file}:Broken", {}, None)
     assert subject.tiers == ["near"]
     assert subject.heldout_tiers == ["near/test"]
+    config = base(subject, 0, None, "sft.jsonl", shows=True)
     with pytest.raises(
-        ConfigError, match=r"held-out levels near/test could be opened \(.*no words"
+        ConfigError, match=r"held-out levels near/test: none of 8 .* opened \(.*no words"
     ):
-        heldout_episodes(CONFIG, subject)
+        of_heldout_levels(config, subject, subject.take(4, 0))
