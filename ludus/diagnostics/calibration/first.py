@@ -156,7 +156,7 @@ def failing_tiers(subject: Subject, expert: Expert) -> dict[str, str]:
         played = shown[tier] + len(reasons)
         if shown[tier] < LEAST_SHOWN * played:
             why = show(" ".join(reasons[0].split()), bare=True, width=LONGEST_REASON)
-            failing[tier] = f"{len(reasons)} of {counted(played, 'episode')} failed, {why}"
+            failing[tier] = f"{len(reasons):,} of {counted(played, 'episode')} failed, {why}"
     healthy = [tier for tier in subject.tiers if shown[tier] and tier not in failing]
     return failing if healthy else {}
 
