@@ -87,7 +87,7 @@ def test_a_worker_that_dies_outside_of_an_episode_is_told_in_a_sentence(tmp_path
         ("RewardIsNan", "EnvError: step returned a reward that is no finite number or None: nan"),
         ("ResetReturnsNone", "EnvError: reset returned None; it has to return an Observation"),
         ("ActsWithNone", "EnvError: expert_action returned None; it has to return a text"),
-        ("Exits", "SystemExit: 0"),
+        ("Exits", "SystemExit: 0 [faulty_envs.py, line 128]"),
     ],
 )
 def test_what_an_environment_returns_is_checked_as_in_rollouts(
