@@ -40,12 +40,12 @@ from ludus.diagnostics.calibration.episodes import (
 )
 from ludus.diagnostics.calibration.first import (
     base,
-    failing_tiers,
     tokenizer_for,
     tokenizer_name,
     with_lengths,
     with_splits,
     with_tasks,
+    without_failing_tiers,
     without_small_tiers,
 )
 from ludus.diagnostics.calibration.pretrained import with_starting_values
@@ -165,13 +165,8 @@ def _calibrate(
     tasks = subject.take(NUM_EPISODES, 0)
     searches = subject.searches(tasks[0])
     expert = play(subject, tasks, folder, say, scratch=model is None)
-    broken = failing_tiers(subject, expert)
-    if broken:
-        subject = replace(subject, tiers=[tier for tier in subject.tiers if tier not in broken])
-        tasks = [task for task in tasks if task.tier not in broken]
-        expert = expert.without(broken)
-        for tier, reason in broken.items():
-            say(f"level {tier!r} is left out: of the expert, {reason}")
+    subject, expert, broken = without_failing_tiers(subject, expert, say)
+    tasks = [task for task in tasks if task.tier not in broken]
     good = [d for d in expert.demonstrations if d.success]
     if not good and model is None:
         raise ConfigError(no_demonstration(subject, expert))
@@ -357,12 +352,12 @@ def play(
     fit = partial(refuse_long, subject) if scratch else None
     expert = play_expert(subject.env, tasks, folder, EXPERT_S, fit=fit)
     if expert.demonstrations:
-        failed = sum(expert.failed.values())
-        of = f"{failed} fail, {expert.success:.0%} of the others" if failed else None
+        reached = f"{expert.success:.0%}"
+        if expert.dropped:
+            reached = f"{len(expert.dropped)} fail, {reached} of the others"
         say(
-            f"expert: {expert.num_played} episodes in {expert.seconds:.0f} s, "
-            f"{of or f'{expert.success:.0%}'} succeed, {fmean(expert.turns):.1f} turns "
-            f"(to {expert.turns[-1]}), reward "
+            f"expert: {expert.num_played} episodes in {expert.seconds:.0f} s, {reached} succeed, "
+            f"{fmean(expert.turns):.1f} turns (to {expert.turns[-1]}), reward "
             f"{fmean(expert.rewards):.2f} (standard deviation {pstdev(expert.rewards):.2f})"
         )
     return expert

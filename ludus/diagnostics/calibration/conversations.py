@@ -50,11 +50,17 @@ def conversations_of(
 def heldout_episodes(config: RunConfig, subject: Subject) -> list[Conversation]:
     """The expert's episodes of the levels that the environment holds out, as many as fit into
     HELDOUT_S; none of an environment without such levels."""
-    if subject.env is None or not (tiers := subject.heldout_tiers):
+    tasks = _heldout_tasks(subject)
+    if subject.env is None or not tasks:
         return []
-    tasks = replace(subject, tiers=tiers).take(NUM_HELDOUT, 0)
     played = run(play_again(subject.env, tasks, HELDOUT_S))
     return conversations_of(config, [d for d in played if d.success], tasks)
+
+
+def _heldout_tasks(subject: Subject) -> list[Task]:
+    """Tasks of the levels that the environment holds out; none where it has no such levels."""
+    tiers = subject.heldout_tiers
+    return replace(subject, tiers=tiers).take(NUM_HELDOUT, 0) if tiers else []
 
 
 def of_heldout_levels(config: RunConfig, subject: Subject, tasks: Sequence[Task]) -> list[str]:
@@ -65,14 +71,14 @@ def of_heldout_levels(config: RunConfig, subject: Subject, tasks: Sequence[Task]
 
     Errors: ConfigError where no task of these levels can be played: a run would not start.
     """
-    if not (tiers := subject.heldout_tiers):
+    heldout = _heldout_tasks(subject)
+    if not heldout:
         return []
-    heldout = replace(subject, tiers=tiers).take(NUM_HELDOUT, 0)
     found = Findings()
     judge_heldout(run(play_sample(config, tasks[:NUM_COMPARED], heldout)), found)
     if found.faults:
         raise ConfigError(
-            f"{subject.given}: held-out levels {', '.join(tiers)}: "
+            f"{subject.given}: held-out levels {', '.join(subject.heldout_tiers)}: "
             f"{found.faults[0].removeprefix('tasks.heldout: ')}. Mend them, or leave them out of "
             "`tiers()`, so that tasks of the training levels are held out"
         )

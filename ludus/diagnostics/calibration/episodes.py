@@ -6,7 +6,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, cast
@@ -69,42 +69,44 @@ class Expert:
     """Episodes of the expert.
 
     Args:
-        failed: episodes without a demonstration, by kind; `reason`: of the first of them.
-        dropped: each of them, where it is known.
+        dropped: episodes without a demonstration.
         seconds: wall time, with the start of the processes.
         per_s: episodes a second, without that start.
     """
 
     demonstrations: Sequence[Demonstration] = ()
-    failed: dict[str, int] = field(default_factory=dict)
-    reason: str = ""
+    dropped: Sequence[Dropped] = ()
     seconds: float = 0.0
     per_s: float = 1.0
-    dropped: Sequence[Dropped] = ()
 
     def joined(self, more: Expert) -> Expert:
         """These episodes and more of them."""
-        failed = Counter(self.failed) + Counter(more.failed)
         return Expert(
             [*self.demonstrations, *more.demonstrations],
-            dict(failed),
-            self.reason or more.reason,
+            [*self.dropped, *more.dropped],
             self.seconds + more.seconds,
             more.per_s,
-            [*self.dropped, *more.dropped],
         )
 
     def without(self, tiers: Collection[str]) -> Expert:
-        """These episodes without the failed ones of some tiers."""
-        left = [one for one in self.dropped if one.tier not in tiers]
-        gone = Counter(one.kind for one in self.dropped if one.tier in tiers)
-        reason = left[0].reason if left else ""
-        failed = dict(Counter(self.failed) - gone)
-        return replace(self, failed=failed, reason=reason, dropped=left)
+        """These episodes without those of some tiers."""
+        shown = [one for one in self.demonstrations if one.tier not in tiers]
+        dropped = [one for one in self.dropped if one.tier not in tiers]
+        return replace(self, demonstrations=shown, dropped=dropped)
+
+    @property
+    def failed(self) -> Counter[str]:
+        """The number of dropped episodes, by kind."""
+        return Counter(one.kind for one in self.dropped)
+
+    @property
+    def reason(self) -> str:
+        """The reason of the first dropped episode; empty: there is none."""
+        return self.dropped[0].reason if self.dropped else ""
 
     @property
     def num_played(self) -> int:
-        return len(self.demonstrations) + sum(self.failed.values())
+        return len(self.demonstrations) + len(self.dropped)
 
     @property
     def success(self) -> float:
@@ -138,7 +140,9 @@ def play_expert(
     sizes: tuple[int, ...] = (PROBE, FIRST, len(tasks))
     kind, reason = _first_alone(env, tasks[0]) if ":" in env.name else ("", "")
     if kind == "timeout":  # the next ones would take as long
-        return Expert(failed={kind: 1}, reason=reason)
+        first = tasks[0]
+        dropped = Dropped(task_id=first.id, tier=first.tier, kind=kind, reason=reason)
+        return Expert(dropped=[dropped])
     if fit is not None:
         fit()
     per_s = 0.0
@@ -270,11 +274,10 @@ def _batch(env: Spec, tasks: Sequence[Task], path: Path, workers: int, timeout_s
     found = list(load_demonstrations(path))
     lines = dropped_path(path).read_text(encoding="utf-8").splitlines()
     dropped = [Dropped.model_validate_json(line) for line in lines]
-    why = dropped[0].reason if dropped else ""
     later = len(times) - EPISODES_PER_JOB
     span = times[-1] - times[EPISODES_PER_JOB - 1] if later > 0 else summary.seconds
     rate = (later if later > 0 else len(times)) / max(span, 1e-3)
-    return Expert(found, dict(summary.dropped), why, summary.seconds, rate, dropped)
+    return Expert(found, dropped, summary.seconds, rate)
 
 
 async def play_random(

@@ -161,6 +161,19 @@ def failing_tiers(subject: Subject, expert: Expert) -> dict[str, str]:
     return failing if healthy else {}
 
 
+def without_failing_tiers(
+    subject: Subject, expert: Expert, say: Callable[[str], object]
+) -> tuple[Subject, Expert, dict[str, str]]:
+    """The subject and the expert's episodes without its `failing_tiers`, and these."""
+    failing = failing_tiers(subject, expert)
+    if not failing:
+        return subject, expert, failing
+    for tier, reason in failing.items():
+        say(f"level {tier!r} is left out: of the expert, {reason}")
+    kept = [tier for tier in subject.tiers if tier not in failing]
+    return replace(subject, tiers=kept), expert.without(failing), failing
+
+
 def without_small_tiers(
     subject: Subject, distinct: Mapping[str | None, float], say: Callable[[str], object]
 ) -> Subject:

@@ -58,7 +58,7 @@ FEW = 50
 def of_levels(broken: Mapping[str, str]) -> Iterator[str]:
     """Yields the levels that the recipe leaves out, with the reason of each."""
     for tier, reason in broken.items():
-        yield (f"level {tier!r} is left out, since the expert fails there: {reason}")
+        yield f"level {tier!r} is left out, since the expert fails there: {reason}"
 
 
 def of_expert(expert: Expert) -> Iterator[str]:

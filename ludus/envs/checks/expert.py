@@ -77,15 +77,16 @@ async def check_expert(subject: Subject, player: Player) -> None:
         scored |= episode.scored
         await _compare(player, episode, subject.played.get(number), found)
         _judge(subject, episode, found)
+    num_ended = sum(outcome.done for outcome in outcomes)
     if outcomes:
         turns = sorted({outcome.num_turns for outcome in outcomes})
         span = counted(turns[0], "turn") if len(turns) == 1 else f"{turns[0]} to {turns[-1]} turns"
         tasks = counted(len(outcomes), "task")
         reached = f"wins {num_won} of" if scored else "plays"  # a judge scores it
-        open_ended = sum(not outcome.done for outcome in outcomes)
-        cut = f"; {counted(open_ended, 'episode')} did not end here" if open_ended else ""
-        subject.tell(f"the expert {reached} {tasks}, in episodes of {span}{cut}")
-    _tell(subject, player, found, sum(outcome.done for outcome in outcomes))
+        cut = len(outcomes) - num_ended
+        left = f"; {counted(cut, 'episode')} did not end here" if cut else ""
+        subject.tell(f"the expert {reached} {tasks}, in episodes of {span}{left}")
+    _tell(subject, player, found, num_ended)
     await check_outcomes(subject, player, outcomes)
 
 

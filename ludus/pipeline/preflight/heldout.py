@@ -37,5 +37,5 @@ def judge_heldout(sample: Sample, found: Findings) -> None:
 
 
 def _tried(failed: Sequence[Played]) -> str:
-    """What cannot be done with these tasks."""
+    """`opened`, or `played` where a task opens: the part that fails."""
     return "played" if any(played.opened for played in failed) else "opened"

@@ -109,6 +109,7 @@ def test_a_level_that_nearly_always_fails_is_named_in_one_line(levels: str) -> N
     assert tier == "two"
     assert reason.startswith("19 of 20 episodes failed, Bad: a b ccc")
     assert len(reason) < 200
+    assert expert.without({"two"}) == Expert([fine] * 9, [])
     assert failing_tiers(subject, Expert([*([fine] * 9), odd], dropped=9 * dropped)) == {}
 
 
