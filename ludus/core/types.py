@@ -66,9 +66,19 @@ class Message(Wire):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         """Most messages have a role and a text: they are pickled in a fifth of pydantic's time."""
-        if self.__pydantic_fields_set__ == _PLAIN and not self.tool_calls:
+        if self._is_plain:
             return _plain_message, (self.role, self.content)
         return super().__reduce_ex__(protocol)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as JSON values."""
+        if self._is_plain and self.content:
+            return {"role": self.role, "content": self.content}
+        return self.model_dump(exclude_defaults=True)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.__pydantic_fields_set__ == _PLAIN and not self.tool_calls
 
 
 _PLAIN = {"role", "content"}

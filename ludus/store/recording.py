@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Table, and_, delete, insert
+from sqlalchemy import Connection, Table, and_, delete, func, insert, select
 
 from ludus.core.types import Group, Task, Trajectory
 from ludus.store import schema as db
@@ -109,9 +109,17 @@ def tools_of(trajectory: Trajectory) -> dict[str, int]:
 
 
 def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> Sequence[int]:
-    """Insert the rows in batches and return their keys, in the rows' order."""
+    """Insert the rows and return their keys, in the rows' order."""
     if not rows:
         return []
+    if connection.dialect.name == "sqlite":
+        # SQLAlchemy inserts one by one there to know the order. A writer is alone: it can count.
+        last = connection.scalar(select(func.max(table.c.key))) or 0
+        keys = range(last + 1, last + 1 + len(rows))
+        connection.execute(
+            insert(table), [{"key": k, **r} for k, r in zip(keys, rows, strict=True)]
+        )
+        return keys
     query = insert(table).returning(table.c.key, sort_by_parameter_order=True)
     return connection.execute(query, rows).scalars().all()
 

@@ -41,8 +41,9 @@ class ExactText(TypeDecorator[str]):
     impl = Text
     cache_ok = True
 
-    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        return None if value is None else escape_text(value)
+    def bind_processor(self, dialect: Dialect) -> Callable[[str | None], str | None]:
+        # not process_bind_param, which SQLAlchemy wraps: a step has thousands of values
+        return lambda value: None if value is None else escape_text(value)
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
         return None if value is None else unescape_text(value)
@@ -54,8 +55,8 @@ class ExactJSON(TypeDecorator[Any]):
     impl = Text
     cache_ok = True
 
-    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
-        return None if value is None else encode_json(value)
+    def bind_processor(self, dialect: Dialect) -> Callable[[Any], str | None]:
+        return lambda value: None if value is None else encode_json(value)
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
         return None if value is None else decode_json(value)
