@@ -128,6 +128,12 @@ class SFTUntilConfig(Section):
         "four measurements, and one standard error is added. Never while less than 0.1 of the "
         "episodes succeed. Null: never.",
     )
+    min_steps: int = Field(
+        0,
+        ge=0,
+        description="Steps before which `patience` and `min_gain` do not end SFT: success that is "
+        "still that of chance has no trend. Below the stage's `steps`.",
+    )
     every: int = Field(
         10, ge=1, description="Steps between measurements; at most the stage's `steps`."
     )
@@ -168,6 +174,11 @@ class SFTConfig(Section):
             raise ValueError(
                 f"`until.every` ({self.until.every}) must be at most `steps` ({self.steps}): SFT "
                 "would be over before its first measurement; lower it too, or set `until` to null"
+            )
+        if self.until is not None and self.until.min_steps >= self.steps:
+            raise ValueError(
+                f"`until.min_steps` ({self.until.min_steps}) must be below `steps` ({self.steps}): "
+                "`patience` and `min_gain` would have no effect; lower it too"
             )
         return self
 

@@ -56,8 +56,10 @@ def limited(section: Mapping[str, Any], limits: Mapping[str, Mapping[str, Any]])
             result[name] = {**own, **small}
     sft = result.get("sft") or {}
     if isinstance(until := sft.get("until"), Mapping) and "every" in until and "steps" in sft:
-        every = min(until["every"], sft["steps"])
-        result["sft"] = {**sft, "until": {**until, "every": every}}
+        steps = sft["steps"]
+        fitting = {"every": min(until["every"], steps)}
+        fitting |= {"min_steps": min(until.get("min_steps", 0), steps - 1)}
+        result["sft"] = {**sft, "until": {**until, **fitting}}
     return result
 
 

@@ -161,6 +161,8 @@ def reason_to_end(
         return None
     if (level := recent(successes)) >= until.success:
         return f"{level:.0%} of the sampled episodes succeed (until.success)"
+    if found[-1][0] < until.min_steps:
+        return None
     best = max(successes[: -until.patience], default=0.0)
     if best >= LEAST and max(successes[-until.patience :]) <= best:
         return (

@@ -383,6 +383,12 @@ def test_the_last_override_wins_and_takes_the_blame():
             "too, or set `until` to null",
         ),
         (
+            "sft={data: x, steps: 10, until: {min_steps: 10}}",
+            "override sft={data: x, steps: 10, until: {min_steps: 10}}: sft: `until.min_steps` "
+            "(10) must be below `steps` (10): `patience` and `min_gain` would have no effect; "
+            "lower it too",
+        ),
+        (
             "sft.steps=99999999999999999999",
             "override sft.steps=99999999999999999999: sft.steps must be within 64 bits, got "
             "99999999999999999999",

@@ -42,11 +42,12 @@ def test_each_recipe_has_a_quick_version(name: str) -> None:
 
 
 def test_measurements_of_sft_are_not_rarer_than_its_end() -> None:
-    config, notes = quick(recipe("babyai-tiny", "sft.until={every: 20}"))
+    config, notes = quick(recipe("babyai-tiny", "sft.until={every: 20, min_steps: 5}"))
     assert config.sft is not None
     assert config.sft.until is not None
     assert config.sft.until.every == config.sft.steps == 2
     assert "sft.until.every: 20 -> 2" in notes
+    assert "sft.until.min_steps: 5 -> 1" in notes
 
 
 def test_what_differs_is_told() -> None:

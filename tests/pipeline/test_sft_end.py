@@ -110,6 +110,15 @@ def test_sft_ends_where_what_is_left_of_it_promises_little() -> None:
     assert reason_to_end(until, at(*[0.02] * 8, every=100), 1080, 128) is None, "too little for RL"
     without = until.model_copy(update={"min_gain": None})
     assert reason_to_end(without, at(*COIN[:4], every=100), 1080, 128) is None
+    chance = [0.16, 0.16, 0.21, 0.16, 0.14]
+    until = until.model_copy(update={"min_gain": 0.1})
+    assert reason_to_end(until, at(*chance, every=30), 1900, 128) is not None
+    later = until.model_copy(update={"min_steps": 292})
+    assert reason_to_end(later, at(*chance, every=30), 1900, 128) is None, "no trend at chance"
+    assert reason_to_end(later, at(0.5, 0.5, every=30), 1900, 128) is not None, "enough success"
+    stands = at(*[0.2] * 10, every=30)
+    assert reason_to_end(later, stands[:9], 1900, 128) is None, "nor patience"
+    assert reason_to_end(later, stands, 1900, 128) is not None
 
 
 def test_steps_that_sft_leaves_are_added_to_those_of_rl(tmp_path: Path) -> None:

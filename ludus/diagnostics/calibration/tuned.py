@@ -113,7 +113,12 @@ def with_choices(
     every = min(every, planned.sft)
     patience = choices.patience(planned.sft, every, until.patience)
     until = until.model_copy(
-        update={"every": every, "patience": patience, "min_gain": choices.MIN_GAIN}
+        update={
+            "every": every,
+            "patience": patience,
+            "min_gain": choices.MIN_GAIN,
+            "min_steps": choices.min_steps(trial, planned.sft),
+        }
     )
     minibatches = choices.minibatches(groups * config.rl.group_size)
     free = {"lr": choices.RL_RATE_FREE, "target_kl": None}

@@ -9,7 +9,7 @@ import yaml
 
 from ludus.config.schema import RunConfig
 from ludus.core.types import Spec
-from ludus.diagnostics.calibration import recipe
+from ludus.diagnostics.calibration import choices, recipe
 from ludus.diagnostics.calibration.calibrate import Calibration
 from ludus.diagnostics.calibration.first import base
 from ludus.diagnostics.calibration.subject import Subject, config_tasks
@@ -87,7 +87,14 @@ def test_sft_is_measured_before_it_ends() -> None:
     assert Measured.config.sft is not None
     assert Measured.config.sft.steps == 40
     written = {key: value for key, value, _ in recipe._sft(cast(Calibration, Measured))}
-    assert written["until"] == {"success": 0.4, "min_gain": 0.1, "every": 20}
+    assert written["until"] == {"success": 0.4, "min_gain": 0.1, "min_steps": 5, "every": 20}
+
+
+def test_a_plateau_ends_sft_only_after_the_steps_of_the_trial() -> None:
+    curve = [(292, 0.48), (382, 0.43), (502, 0.52)]
+    assert choices.min_steps(Trial(curve=curve), 1900) == 502
+    assert choices.min_steps(Trial(curve=curve), 800) == 400
+    assert choices.min_steps(Trial(), 800) == 0
 
 
 def test_a_target_that_is_not_expected_is_said_beside_it() -> None:
