@@ -22,8 +22,8 @@ from ludus.core.errors import ToolError, described
 from ludus.sandbox.base import Code, Limits, RunResult, Sandbox
 
 OVERTIME_S = 5.0
-"""Seconds that a run may take beyond its limit. Attacks that are not stopped go on for 30 s and more; on a busy
-machine, the start and the end of a jail took 1.3 s more than its limit."""
+"""Seconds that a run may take beyond its limit. Attacks that are not stopped go on for 30 s and
+more; on a busy machine, the start and the end of a jail took 1.3 s more than the limit."""
 ESCAPED = "ESCAPED"
 
 
