@@ -52,6 +52,9 @@ class Backend(Protocol):
         Errors: ConfigError for a reference model that cannot be loaded or has another vocabulary.
         """
 
+    def shorten_stage(self, steps: int) -> None:
+        """End the stage that has begun after `steps` steps: the schedule of its rate, too."""
+
     async def score(self, groups: Sequence[Group], algorithm: Algorithm) -> Sequence[Group]:
         """Returns the groups with the model scores that `algorithm` asks for: the segments'
         `learner_logprobs`, `ref_logprobs`, `values`."""

@@ -171,6 +171,21 @@ async def scoring_changes_no_group(make: Factory, folder: Path) -> None:
     backend.close()
 
 
+async def a_shortened_stage_has_its_schedule(make: Factory, folder: Path) -> None:
+    """The rate of a stage that is shortened falls by its new last step."""
+    falling = replace(SETTINGS, optimizer=OptimizerConfig(lr=1e-2, schedule="linear"))
+    backend = _begin(make(folder))
+    rates: list[list[float]] = []
+    for steps, shorten in ((8, None), (4, None), (8, 4)):
+        backend.begin_stage(replace(falling, steps=steps), GRPO)
+        if shorten is not None:
+            backend.shorten_stage(shorten)
+        rates.append([(await _iterate(backend))[1]["train/lr"] for _ in range(3)])
+    whole, half, shortened = rates
+    assert shortened == half != whole
+    backend.close()
+
+
 async def resuming_equals_never_having_stopped(make: Factory, folder: Path) -> None:
     """A checkpoint restores weights, optimizer, version and the loop's state."""
     first = _begin(make(folder / "a"))
@@ -326,6 +341,7 @@ CHECKS: list[Check] = [
     training_reports_metrics,
     nothing_to_train_on_changes_nothing,
     scoring_changes_no_group,
+    a_shortened_stage_has_its_schedule,
     resuming_equals_never_having_stopped,
     weights_load_without_a_stage,
     failures_are_errors,

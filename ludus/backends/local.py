@@ -121,6 +121,10 @@ class LocalBackend:
         """Start a stage with a new optimizer, critic and reference model."""
         self.trainer.begin_stage(settings, algorithm)
 
+    def shorten_stage(self, steps: int) -> None:
+        """End the stage after `steps` steps."""
+        self.trainer.shorten_stage(steps)
+
     async def score(self, groups: Sequence[Group], algorithm: Algorithm) -> Sequence[Group]:
         """Score the sampled tokens with the learner, its critic and the reference model."""
         if not algorithm.asks_models:

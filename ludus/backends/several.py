@@ -88,6 +88,10 @@ class SeveralPolicies:
             for follower in self._followers:
                 follower.started(self.policy_version)
 
+    def shorten_stage(self, steps: int) -> None:
+        for backend in self._all.values():
+            backend.shorten_stage(steps)
+
     async def score(self, groups: Sequence[Group], algorithm: Algorithm) -> Sequence[Group]:
         def own(name: str) -> list[Group]:
             return [g for g in groups if self._policy_of(g.trajectories[0].policy) == name]

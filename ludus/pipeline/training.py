@@ -201,9 +201,11 @@ class Trainer:
             stage, self._excluded = sft_stage(run, self._observer.note)
         else:
             stage = rl_stage(self._with_unused_sft())
+        start = 0 if checkpoint is None else checkpoint.step
+        if decision := self._decision(stage, start):
+            stage.settings = replace(stage.settings, steps=decision.last)
         run.backend.begin_stage(stage.settings, stage.algorithm)
         seed_random(derive_seed(run.config.seed, "stage", name))  # e.g. LoRA's dropout
-        start = 0 if checkpoint is None else checkpoint.step
         if name == "rl" and run.config.rl is not None:
             minimum = run.config.rl.min_signal
             self._signal = Signal.restored(minimum, self._metrics.path, start)
@@ -213,7 +215,7 @@ class Trainer:
             if lost := self._signal.reason:
                 self._observer.note(f"rl: ended after step {start}: {lost}; null goes on")
             ended = ended or lost is not None
-            if ended or self._enough_sft(stage, start) or start >= stage.steps:
+            if ended or start >= stage.steps:
                 return stage, stage.steps
         self._observer.stage(name, stage.steps, start)
         self._budget.begin_stage()
@@ -260,17 +262,14 @@ class Trainer:
             num_tasks = evaluation.num_tasks_between or evaluation.num_tasks
             result = await self._evaluate("rl", num_tasks, step)
             success = result.success.value if result else None
-        if enough := await self._measure_sft(stage, step):
-            self._observer.note(f"sft: ends after step {step}: {enough}")
-        elif unreached := self._unreached(stage, step):
-            self._observer.note(f"sft: ends after step {step}, {unreached}")
+        await self._measure_sft(stage, step)
         if finished := stage.source.finished:
             self._observer.note(
                 f"{stage.name}: the last tier of tasks.curriculum met its criteria at step {step}"
             )
         if lost := self._signal.reason:
             self._observer.note(f"rl: ends after step {step}: {lost}")
-        ended = step == stage.steps or finished or bool(enough) or bool(lost)
+        ended = step == stage.steps or finished or bool(lost)
         ended = ended or self._suffices(stage, success)
         exceeded = None if ended else self._budget.exceeded()
         if ended:
@@ -313,28 +312,33 @@ class Trainer:
         minimum = self.run.config.rl.min_success_to_stop
         return minimum is not None and success >= minimum
 
-    async def _measure_sft(self, stage: Stage, step: int) -> str | None:
-        """Measure the policy where `sft.until` asks for it; returns the reason to end SFT."""
+    async def _measure_sft(self, stage: Stage, step: int) -> None:
+        """Measure the policy where `sft.until` asks for it, and set the last step where it is
+        decided."""
         until = self._until(stage)
-        if until is None or (step % until.every and step < stage.steps):
-            return None
+        is_last = step == stage.steps
+        before = self._decision(stage, step)
+        if until is None or (not is_last and (before is not None or step % until.every)):
+            return
         with busy("evaluate"), self.timings.timed("evaluation"):
             groups, result = await sft_end.measure(self.run, until, step)
         self._record_evaluation(sft_end.LABEL, step, groups, result)
-        return self._enough_sft(stage, step)
+        decision = before or self._decision(stage, step)
+        if decision is not None and step < decision.last < stage.steps:
+            self.run.backend.shorten_stage(decision.last)
+        if decision is not None:
+            stage.settings = replace(stage.settings, steps=decision.last)
+        if is_last or decision is not None:
+            found = sft_end.measured(self.run.folder, step)
+            successes = [evaluation.success.value for _, evaluation in found]
+            self._observer.note(sft_end.told(until, decision, step, successes))
+        if decision is not None and step < decision.last:
+            self._observer.stage(stage.name, decision.last, step)
 
-    def _enough_sft(self, stage: Stage, step: int) -> str | None:
-        """Returns the reason why SFT ended at a step by `sft.until`; None: it did not."""
+    def _decision(self, stage: Stage, step: int) -> sft_end.Decision | None:
+        """The end of SFT by the measurements up to a step; None for another stage."""
         sft = self.run.config.sft
-        return sft_end.ended(self.run.folder, sft, step) if sft and stage.name == "sft" else None
-
-    def _unreached(self, stage: Stage, step: int) -> str:
-        """Returns the success after the last step of SFT, beside `sft.until`; empty before."""
-        until = self._until(stage)
-        if until is None or step < stage.steps:
-            return ""
-        found = sft_end.measured(self.run.folder, step)
-        return sft_end.unreached(until, [evaluation.success.value for _, evaluation in found])
+        return sft_end.decided(self.run.folder, sft, step) if sft and stage.name == "sft" else None
 
     def _until(self, stage: Stage) -> SFTUntilConfig | None:
         sft = self.run.config.sft

@@ -6,7 +6,7 @@ It is synchronous, and has no sampler: a back end connects it with one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,11 @@ class Trainer:
         self._reference = None
         if algorithm.reference is not None:
             self._reference = self._make_reference(algorithm.reference.model, settings.temperature)
+
+    def shorten_stage(self, steps: int) -> None:
+        """End the stage after `steps` steps: the schedule of the rate ends with them."""
+        self._settings = replace(self._settings, steps=steps)
+        self.learner.num_steps = self._settings.optimizer_steps
 
     def _make_reference(self, path: str | None, temperature: float) -> Reference:
         model = None if path is None else reference_model(path, self._config, self._tokenizer)

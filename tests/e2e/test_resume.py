@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 import time
@@ -288,6 +289,36 @@ def test_a_measured_end_of_sft_resumes_too(
     steps = [step["at"][:2] for step in ludus.state()["steps"]]
     assert ("evaluate/sft", 4) in steps
     assert ("evaluate/sft", 8) in steps
+
+
+FALLING = [
+    "sft.until={success: 0.01, every: 4, num_tasks: 8, samples_per_task: 4}",
+    "sft.optimizer.schedule=wsd",
+    "checkpoint.every=1",
+]
+
+
+@pytest.mark.slow
+def test_a_rate_that_falls_before_the_measured_end_resumes_too(
+    ludus: Ludus, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    undisturbed = Ludus(zygote, tmp_path_factory.mktemp("falling"))
+    done = undisturbed("train", BABYAI, *FALLING).ok()
+    found = re.search(r"the rate falls until it ends, after step (\d+)", done.all)
+    assert found, done.all
+    last = int(found[1])
+    rates = [m["train/lr"] for m in undisturbed.metrics() if m["stage"] == "sft"]
+    assert len(rates) == last < 24, "SFT has to end early, or this proves little"
+    assert rates[-1] < rates[-2] < max(rates)
+    assert f"sft: ends after step {last}: " in done.all
+
+    strike = f"strike('ludus.pipeline.training:Trainer._save', {last}, 'kill')"
+    killed = go_on(ludus, *FALLING, setup=strike)
+    assert killed.code == -signal.SIGKILL, killed.all
+    steps = [m["step"] for m in ludus.metrics() if "train/lr" in m]
+    assert max(steps) == last - 1, "killed while the rate falls"
+    go_on(ludus).ok()
+    assert_same(ludus, undisturbed)
 
 
 @pytest.mark.slow

@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 
 from ludus.config.load import load_config
-from ludus.config.training import SFTUntilConfig
+from ludus.config.training import OptimizerConfig, SFTConfig, SFTUntilConfig
 from ludus.core.types import Message, Task
 from ludus.data.conversations import Conversation
 from ludus.pipeline.sft_end import (
+    Decision,
     Measured,
     expected_gain,
+    last_step,
     not_shown,
     reason_to_end,
     rl_steps,
-    unreached,
+    told,
 )
 from ludus.store.folders import RunFolder
 
@@ -29,8 +31,23 @@ def at(*successes: float, every: int = 10) -> list[Measured]:
 
 def test_a_target_that_is_not_reached_is_told() -> None:
     until = SFTUntilConfig(success=0.44)
-    said = "all of its steps; 25% of the sampled episodes succeed, of 44% (until.success)"
-    assert unreached(until, [0.1, 0.2, 0.3]) == said
+    said = "sft: ends after step 90, all of its steps; 25% of the sampled episodes succeed, of 44% "
+    assert told(until, None, 90, [0.1, 0.2, 0.3]) == f"{said}(until.success)"
+
+
+def test_with_wsd_the_rate_falls_before_sft_ends() -> None:
+    until = SFTUntilConfig(success=0.4, every=30)
+    sft = SFTConfig(steps=500, until=until, optimizer=OptimizerConfig(schedule="wsd"))
+    assert [last_step(sft, step) for step in (30, 90, 360, 450)] == [40, 120, 480, 500]
+    constant = sft.model_copy(update={"optimizer": OptimizerConfig()})
+    assert last_step(constant, 90) == 90
+    decision = Decision(90, "40% of the sampled episodes succeed (until.success)", 120)
+    assert told(until, decision, 90, [0.4]).endswith("the rate falls until it ends, after step 120")
+    assert told(until, decision, 120, [0.4, 0.7]) == (
+        "sft: ends after step 120: 70% of the sampled episodes succeed"
+    )
+    at_once = Decision(90, "enough", 90)
+    assert told(until, at_once, 90, [0.4]) == "sft: ends after step 90: enough"
 
 
 def test_success_ends_sft() -> None:

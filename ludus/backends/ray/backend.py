@@ -338,6 +338,10 @@ class RayBackend:
         self._sft = settings.stage == "sft"
         self.learners.call("begin_stage", settings, algorithm, keep=True)
 
+    def shorten_stage(self, steps: int) -> None:
+        """End the stage after `steps` steps."""
+        self.learners.call("shorten_stage", steps, keep=True)
+
     async def score(self, groups: Sequence[Group], algorithm: Algorithm) -> Sequence[Group]:
         """Score the sampled tokens on the ranks."""
         if not algorithm.asks_models:

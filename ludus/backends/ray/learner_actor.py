@@ -109,6 +109,9 @@ class LearnerActor:
         # For example LoRA's dropout, which each rank draws for its own samples.
         seed_random(derive_seed(settings.seed, "stage", settings.stage, *self._seeds))
 
+    def shorten_stage(self, steps: int) -> None:
+        self._trainer.shorten_stage(steps)
+
     def score(self, groups: Sequence[Group], algorithm: Algorithm) -> Sequence[Group]:
         return self._trainer.score(groups, algorithm)
 

@@ -194,8 +194,13 @@ class LearnerGroup:
         if self._saved is None or not self._saved[0].exists():
             return
         (path, end), self._saved = self._saved, None
-        begun = [entry for entry in self._journal[:end] if entry.method == "begin_stage"]
-        self._journal = [*begun[-1:], Entry("load", (path,)), *self._journal[end:]]
+        begun: list[Entry] = []
+        for entry in self._journal[:end]:
+            if entry.method == "begin_stage":
+                begun = [entry]
+            elif entry.method == "shorten_stage":
+                begun.append(entry)
+        self._journal = [*begun, Entry("load", (path,)), *self._journal[end:]]
 
     # Deaths
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,11 @@ class ShardedTrainer:
             self._reference = None
             if algorithm.reference is not None:
                 self._reference = self._make_reference(algorithm.reference.model)
+
+    def shorten_stage(self, steps: int) -> None:
+        """End the stage after `steps` steps: the schedule of the rate ends with them."""
+        self._settings = replace(self._settings, steps=steps)
+        self.learner.num_steps = self._settings.optimizer_steps
 
     def _make_reference(self, path: str | None) -> ShardedReference:
         forward = self.learner.passes
