@@ -152,6 +152,40 @@ async def test_what_is_raised_in_another_process_alone_is_told_with_its_place() 
     assert re.match(said, finding.detail), finding
 
 
+async def test_the_outcome_of_each_level_is_told() -> None:
+    told: list[str] = []
+    findings = await check_env(faulty.Levels, timeout_s=1.0, tell=told.append)
+    assert {finding.check for finding in findings} == {"levels"}
+    details = [finding.detail for finding in findings]
+    where = r" \[faulty_envs.py, line \d+\]"
+    for said, detail in zip(
+        [
+            rf"'file': task raised ValueError: no such file{where}",
+            rf"'map': reset: KeyError: 'map'{where}",
+            rf"'rules', 'moves': step: KeyError: 'rule'{where}",
+            "'sleeps': step takes longer than 1 s",
+        ],
+        details,
+        strict=True,
+    ):
+        assert re.fullmatch(said, detail), detail
+    assert told[0] == "1 of 6 levels can be played: 'fine'"
+    assert told[1].startswith("the expert wins 6 of 6 tasks")
+
+
+async def test_levels_that_all_fail_alike_are_told_once() -> None:
+    class Alike(faulty.Levels):
+        async def reset(self, task: Task) -> Observation:
+            raise KeyError("map")
+
+        @classmethod
+        def task(cls, tier: str | None, seed: int) -> Task:
+            return Task(id=f"{tier}/{seed}", data={"seed": seed}, tier=tier)
+
+    [finding] = await check_env(Alike)
+    assert finding.check == "episode"
+
+
 async def test_tasks_that_ignore_the_seed_are_told() -> None:
     [finding] = await check_env(faulty.Deaf)
     assert (finding.severity, finding.check) == ("note", "tasks")
