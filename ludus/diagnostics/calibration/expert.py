@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+from ludus.config.messages import show
 from ludus.core.errors import ConfigError, counted
 from ludus.core.system.signals import run
 from ludus.core.types import Spec, Task
@@ -30,6 +32,15 @@ from ludus.rollout.hosts.threads import EnvThread
 LONGEST_S = 20.0
 """Seconds of an episode of the expert at most."""
 
+FIRST_S = 12.0
+"""The same of the first episode, where other levels are left."""
+
+LEAST_LEFT = 0.25
+"""Share of the seconds that levels which do not end leave to the others."""
+
+LONGEST_REASON = 160
+"""Characters of the reason of a dropped episode where it is told, its place in the code apart."""
+
 PROBE = 2
 """Episodes that show whether an episode takes seconds."""
 
@@ -48,6 +59,17 @@ SECOND_S = 3.0
 MARGIN = 0.5
 """Share of the episodes, counted by those in this process, that are played: processes start, and
 share cores."""
+
+
+PLACE = re.compile(r" \[[^\[\]]+, line \d+\]$")
+
+
+def in_a_line(reason: str) -> str:
+    """A reason in one line, of LONGEST_REASON characters at most, with its place in the code."""
+    text = " ".join(reason.split())
+    place = PLACE.search(text)
+    end = place[0] if place else ""
+    return show(text.removesuffix(end), bare=True, width=LONGEST_REASON) + end
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +154,21 @@ def play_expert(
     before them, and refuses what no model can read.
     """
     begun, played, timeout_s = time.perf_counter(), Expert(), LONGEST_S
-    tasks, bad = _without_endless_first(env, tasks, seconds)
+    tasks, bad = _without_endless_first(env, tasks)
     if not tasks:  # the next ones would take as long
         return Expert(dropped=bad)
     if fit is not None:
         fit()
     here = run(play_here(env, tasks, seconds))
-    slow, endless = _second_try(env, tasks, here.late, folder, seconds)
+    if bad and not here.ended:
+        return Expert(dropped=[*bad, *here.late])
+    late = here.late if here.ended else ()  # all levels alike are slow, or load their files
+    slow, endless = _second_try(env, tasks, late, folder, seconds)
     tasks, bad = _but_of(tasks, endless), [*bad, *endless]
     sizes: tuple[int, ...] = (PROBE, FIRST, len(tasks))
     per_s = 0.0 if slow else workers * here.per_s
+    if bad:
+        begun = max(begun, time.perf_counter() - (1 - LEAST_LEFT) * seconds)
     if per_s > 0:  # the first episode of each process loads the environment's files
         sizes = (len(tasks),) if here.shown else (FIRST, len(tasks))
         timeout_s = min(4 * workers / per_s + HERE_S, LONGEST_S)
@@ -171,14 +198,14 @@ def _but_of(tasks: Sequence[Task], dropped: Sequence[Dropped]) -> Sequence[Task]
 
 
 def _without_endless_first(
-    env: Spec, tasks: Sequence[Task], seconds: float
+    env: Spec, tasks: Sequence[Task]
 ) -> tuple[Sequence[Task], list[Dropped]]:
     """The tasks without those of the first one's level where that takes too long, and it."""
     if ":" not in env.name:
         return tasks, []
     first = tasks[0]
     several = any(task.tier != first.tier for task in tasks)
-    limit_s = min(LONGEST_S, seconds) if several else LONGEST_S
+    limit_s = FIRST_S if several else LONGEST_S
     if not (reason := _first_alone(env, first, limit_s)):
         return tasks, []
     bad = [Dropped(task_id=first.id, tier=first.tier, kind="timeout", reason=reason)]
@@ -242,13 +269,14 @@ class Here:
 
     Args:
         per_s: episodes a second, those that failed included; 0: they take too long.
-        shown: one ended without an error.
-        late: the first episode of each level where it took too long, unless it did in all.
+        ended: one ended; `shown`: one without an error.
+        late: the first episode of each level where it took too long.
     """
 
     per_s: float
+    ended: bool
     shown: bool
-    late: Sequence[Dropped] = ()
+    late: Sequence[Dropped]
 
 
 async def play_here(env: Spec, tasks: Sequence[Task], seconds: float) -> Here:
@@ -270,7 +298,7 @@ async def play_here(env: Spec, tasks: Sequence[Task], seconds: float) -> Here:
             limit_s = LEVEL_S if number else HERE_S
             played = await play_one(envs, thread, task, limit_s, expert_of)
             if played.overdue and not is_first:
-                return Here(0.0, shown, list(late.values()))
+                return Here(0.0, True, shown, list(late.values()))
             if played.overdue:
                 reason = f"took longer than {limit_s:g} s"
                 late[task.tier] = Dropped(
@@ -284,7 +312,7 @@ async def play_here(env: Spec, tasks: Sequence[Task], seconds: float) -> Here:
     finally:
         thread.close()
     per_s = (len(took) - 1) / max(sum(took[1:]), 1e-6) if len(took) > 1 else 0.0
-    return Here(per_s, shown, list(late.values()) if len(late) < len(firsts) else [])
+    return Here(per_s, bool(took), shown, list(late.values()))
 
 
 def _batch(env: Spec, tasks: Sequence[Task], path: Path, workers: int, timeout_s: float) -> Expert:

@@ -9,12 +9,11 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from ludus.config.messages import show
 from ludus.core.errors import ConfigError, DataError, counted
 from ludus.core.system.signals import run
 from ludus.diagnostics.calibration import choices
 from ludus.diagnostics.calibration.episodes import play_openings
-from ludus.diagnostics.calibration.expert import Expert, play_expert
+from ludus.diagnostics.calibration.expert import Expert, in_a_line, play_expert
 from ludus.diagnostics.calibration.subject import MAX_TIERS, Subject
 from ludus.diagnostics.calibration.warnings import FEW
 
@@ -24,9 +23,6 @@ EXPERT_S = 12.0
 LEAST_SHOWN = 0.1
 """Share of a level's episodes of the expert that give a demonstration; with less, its code is
 broken, and the few successes would stand for the level."""
-
-LONGEST_REASON = 160
-"""Characters of the reason of a failing level."""
 
 MOST_TOLD = 8
 """Levels that are left out and named, each in a line."""
@@ -96,11 +92,6 @@ def without_unmade_tiers(
         if not 0 < len(broken) < len(subject.tiers):
             raise ConfigError(f"{subject.given}: {str(error).removeprefix('tasks: ')}") from error
     return without_tiers(subject, broken, say), broken
-
-
-def in_a_line(reason: str) -> str:
-    """A reason in one line, of LONGEST_REASON characters at most."""
-    return show(" ".join(reason.split()), bare=True, width=LONGEST_REASON)
 
 
 def without_small_tiers(

@@ -12,7 +12,7 @@ from ludus.core.errors import counted
 from ludus.data.demonstrations import Dropped
 from ludus.diagnostics.calibration.choices import MAX_CONTEXT, SOLVED, Lengths, is_expected
 from ludus.diagnostics.calibration.episodes import RandomEpisode
-from ludus.diagnostics.calibration.expert import Expert
+from ludus.diagnostics.calibration.expert import Expert, in_a_line
 from ludus.diagnostics.calibration.trials.trial import Trial
 from ludus.envs.checks.outcomes import needless_thread
 
@@ -66,7 +66,7 @@ def of_expert(expert: Expert, levels: Sequence[str] = ()) -> Iterator[str]:
         played = shown[tier] + len(dropped)
         yield (
             f"level {tier!r}: {len(dropped) / played:.0%} of {counted(played, 'episode')} of the "
-            f"expert gave no demonstration: {_by_kind(dropped)}: {dropped[0].reason}"
+            f"expert gave no demonstration: {_by_kind(dropped)}: {in_a_line(dropped[0].reason)}"
         )
     if expert.dropped and not by_level:
         yield (

@@ -113,11 +113,13 @@ def test_a_level_that_nearly_always_fails_is_named_in_one_line(levels: str) -> N
     )
     odd = fine.model_copy(update={"tier": "two"})
     dropped = [Dropped(task_id="b", tier="two", kind="error", reason="Bad: a\nb " + 999 * "c")]
+    dropped[0].reason += " [e.py, line 3]"
     expert = Expert([*([fine] * 9), odd], dropped=19 * dropped)
     [(tier, reason)] = failing_tiers(subject, expert).items()
     assert tier == "two"
     assert reason.startswith("of the expert, 19 of 20 episodes failed, Bad: a b ccc")
-    assert len(reason) < 220
+    assert reason.endswith("... [e.py, line 3]")
+    assert len(reason) < 230
     assert expert.without({"two"}) == Expert([fine] * 9, [])
     assert failing_tiers(subject, Expert([*([fine] * 9), odd], dropped=9 * dropped)) == {}
 
@@ -195,6 +197,22 @@ def test_a_level_that_hangs_leaves_time_to_the_others(levels: str, tmp_path: Pat
     assert len(expert.demonstrations) > 100
     assert failing_tiers(subject, expert) == {
         "two": "of the expert, 2 of 2 episodes failed, took longer than 6 s"
+    }
+
+
+@pytest.mark.slow  # it waits for a time limit
+def test_a_first_level_that_hangs_leaves_time_to_the_others(levels: str, tmp_path: Path) -> None:
+    changes = (
+        ('self.tier == "two"', 'self.tier == "one"'),
+        ('raise KeyError("k")', "await sleep(99)"),
+    )
+    imported = ("from random", "from asyncio import sleep\nfrom random")
+    subject = environment(changed(levels, *changes, imported), {}, None)
+    assert subject.env is not None
+    expert = play_expert(subject.env, subject.take(400, 0), tmp_path, EXPERT_S)
+    assert len(expert.demonstrations) > 100
+    assert failing_tiers(subject, expert) == {
+        "one": "of the expert, 1 of 1 episode failed, took longer than 12 s"
     }
 
 
