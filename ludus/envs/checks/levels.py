@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ludus.core.errors import EpisodeTimeout, counted
+from ludus.core.errors import EpisodeTimeout
 from ludus.core.modules import told
 from ludus.core.types import Task
 from ludus.envs.base import tiers_of
@@ -54,13 +54,15 @@ async def healthy_levels(subject: Subject, player: Player) -> list[str]:
             faults.setdefault(fault, []).append(tier)
     broken = [tier for those in faults.values() for tier in those]
     played = [tier for tier in tiers if tier not in broken and tier not in untried]
-    if broken and (played or len(faults) > 1):
-        for fault, those in faults.items():
-            subject.error(NAME, f"{named(those)}: {fault}")
+    told_here = played or len(faults) > 1  # one fault of all levels is told by the other checks
+    for fault, those in faults.items() if told_here else ():
+        subject.error(NAME, f"{named(those)}: {fault}")
+    if told_here and (broken or untried):
         subject.tell(
-            f"{len(played)} of {counted(len(tiers), 'level')} can be played"
-            + (f": {named(played)}" if played else "")
-            + (f"; not tried: {named(untried)}" if untried else "")
+            f"of {len(tiers)} levels {len(played)} can be played"
+            + (f" ({named(played)})" if played else "")
+            + (f", {len(broken)} cannot" if broken else "")
+            + (f", {len(untried)} not tried ({named(untried)})" if untried else "")
         )
     return [tier for tier in tiers if tier not in broken] if played else tiers
 
