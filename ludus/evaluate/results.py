@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ludus.core.errors import DataError, printable
+from ludus.core.errors import DataError, counted, printable
 from ludus.core.files import read_regular
+
+MOST_TIERS = 4
+"""Tiers of excluded episodes that are named."""
 
 
 class Record(BaseModel):
@@ -106,15 +110,39 @@ class Evaluation(Record):
         )
 
     @property
+    def excluded_episodes(self) -> str:
+        """The number of excluded episodes, and their tiers where there are several tiers:
+        `50 episodes of tier 'two'`."""
+        number = counted(self.num_excluded, "episode")
+        counts = Counter({o.tier: 0 for o in self.outcomes})
+        if None in counts or len(counts) < 2:
+            return number
+        for outcome in self.outcomes:
+            counts[outcome.tier] += outcome.num_excluded
+        found = [(tier, count) for tier, count in counts.most_common() if count]
+        if len(found) == 1:
+            return f"{number} of tier {printable(str(found[0][0]))!r}"
+        named = [f"{printable(str(tier))!r} ({count})" for tier, count in found[:MOST_TIERS]]
+        more = [f"{len(found) - MOST_TIERS} more"] if len(found) > MOST_TIERS else []
+        return f"{number} of tiers {', '.join([*named, *more])}" if found else number
+
+    def tasks(self, kind: str = "") -> str:
+        """`100 tasks`; `50 of 100 tasks` where the others have no scored episode. `kind`: `training
+        `, for one, before the noun."""
+        told = counted(self.num_tasks, f"{kind}task")
+        scored = self.success.num_tasks
+        return told if scored == self.num_tasks else f"{scored:,} scored of {told}"
+
+    @property
     def remarks(self) -> str:
         """The mean score, where it is not the success, and the excluded episodes; else empty."""
-        left_out = f", {self.num_excluded} episodes left out" if self.num_excluded else ""
-        left_out += f": {self.left_out}" if self.num_excluded else ""
+        left_out = f", {self.excluded_episodes} left out: {self.left_out}"
+        left_out = left_out if self.num_excluded else ""
         graded = abs(self.score.value - self.success.value) > 1e-9  # more than 0 and 1
         return (f", mean score {self.score.value:.3f}" if graded else "") + left_out
 
     def __str__(self) -> str:
-        return f"success {self.success} of {self.num_tasks} tasks{self.remarks}"
+        return f"success {self.success} of {self.tasks()}{self.remarks}"
 
 
 class Difference(Record):

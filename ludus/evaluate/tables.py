@@ -36,7 +36,7 @@ def render_evaluation(evaluation: Evaluation) -> RenderableType:
         low, high = e.success_bounds
         reasons = escape(e.left_out)
         lines.append(
-            f"  [yellow]{e.num_excluded} episodes left out[/] ({reasons}): success would be"
+            f"  [yellow]{escape(e.excluded_episodes)} left out[/] ({reasons}): success would be"
             f" {_percent(low)} had all of them failed, {_percent(high)} had all succeeded"
         )
     return Rows(*lines)

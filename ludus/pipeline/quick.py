@@ -84,6 +84,7 @@ def quick(config: RunConfig) -> tuple[RunConfig, list[str]]:
         _from_scratch(data)
     if data["rl"] is not None:
         data["rl"]["steps_per_unused_sft_step"] = 0.0
+        data["rl"] |= {"min_success_to_stop": None, "min_signal": None}  # of more steps than these
     if data["sft"] is not None and data["sft"]["until"] is not None:
         until = data["sft"]["until"]
         until |= {"num_tasks": min(until["num_tasks"], 4), "samples_per_task": 1}

@@ -49,11 +49,11 @@ def start_processes(
     if reason := _obstacle(config, backend):
         if asked is not None:
             raise ConfigError(f"rollout.processes: {asked} is not possible: {reason}")
-        log.info("one process plays all episodes", reason=reason)
+        log.detail("one process plays all episodes", reason=reason)
         return None
     model, sampler = local_model(backend), backend.sampler
     if asked is None and weight_bytes(model) > MAX_BYTES:
-        log.info("one process plays all episodes", reason="the model is large")
+        log.detail("one process plays all episodes", reason="the model is large")
         return None
     weights = SharedWeights(model)
     threads = max(1, (config.threads or torch.get_num_threads()) // size)

@@ -33,8 +33,8 @@ from ludus.pipeline.monitoring.diagnosis import (
     unknown_metrics,
 )
 from ludus.pipeline.monitoring.progress import Observer, evaluation_line, stop_line
+from ludus.pipeline.monitoring.rl_end import METRIC, Signal
 from ludus.pipeline.monitoring.watchdog import IdleWatchdog
-from ludus.pipeline.rl_end import METRIC, Signal
 from ludus.pipeline.stages import rl_stage, sft_stage
 from ludus.store import RunStore
 from ludus.store.folders import resume_command

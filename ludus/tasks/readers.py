@@ -12,6 +12,7 @@ go to `Task.data`.
 from __future__ import annotations
 
 import json
+from bdb import BdbQuit
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pydantic import Field
 
 from ludus.core.errors import ConfigError, DataError, MissingDependency, did_you_mean
 from ludus.core.files import not_there, searched
+from ludus.core.modules import own_frame, told
 from ludus.core.types import Spec, Task
 from ludus.tasks import READERS
 from ludus.tasks.fields import REMEDIES, REMEDY, FieldMapping, NoField
@@ -243,6 +245,7 @@ def read_env(
     first_seed: Annotated[int, Field(ge=0, description="Seed of the first task.")] = 0,
     maker: TaskMaker | None = None,
     taken: Taken | None = None,
+    place: str = "tasks",
 ) -> TaskList:
     """Make tasks from seeds: task i has tier i mod n and seed first_seed + i div n, for n tiers.
 
@@ -260,9 +263,9 @@ def read_env(
     try:
         for i in range(num_tasks):
             tier = chosen[i % num_tiers]
-            tasks.append(_made(maker, tier, first_seed + i // num_tiers))
+            tasks.append(_made(maker, tier, first_seed + i // num_tiers, place))
             if taken is not None and taken(tasks[-1]):
-                tasks[-1], next_seed[tier] = _further(maker, tier, next_seed[tier], taken)
+                tasks[-1], next_seed[tier] = _further(maker, tier, next_seed[tier], taken, place)
         return TaskList(tasks)
     except NotImplementedError as error:
         raise ConfigError(
@@ -274,22 +277,32 @@ class NoHeldoutTask(DataError):
     """Training has all tasks that an environment makes."""
 
 
-def _made(maker: TaskMaker, tier: str | None, seed: int) -> Task:
-    """Returns the task of a tier and a seed. Errors: ConfigError for something else."""
-    task: Any = maker.task(tier, seed)
+def _made(maker: TaskMaker, tier: str | None, seed: int, place: str) -> Task:
+    """Returns the task of a tier and a seed. Errors: ConfigError for something else; DataError
+    where a class from outside of ludus raises."""
+    name = getattr(maker, "__name__", type(maker).__name__)
+    try:
+        task: Any = maker.task(tier, seed)
+    except (NotImplementedError, BdbQuit):
+        raise
+    except (Exception, SystemExit) as error:
+        if own_frame(error) is None:
+            raise
+        raise DataError(f"{place}: {name}.task({tier!r}, {seed}) raised {told(error)}") from error
     if not isinstance(task, Task):
-        name = getattr(maker, "__name__", type(maker).__name__)
         raise ConfigError(
             f"{name}.task({tier!r}, {seed}) returned {task!r:.80}; it has to return a Task"
         )
     return task
 
 
-def _further(maker: TaskMaker, tier: str | None, seed: int, taken: Taken) -> tuple[Task, int]:
+def _further(
+    maker: TaskMaker, tier: str | None, seed: int, taken: Taken, place: str
+) -> tuple[Task, int]:
     """Returns the first task from `seed` on that is not taken, and the seed after it."""
     different: set[str] = set()
     for further in range(seed, seed + _MAX_TRIES):
-        if not taken(task := _made(maker, tier, further)):
+        if not taken(task := _made(maker, tier, further, place)):
             return task, further + 1
         different.add(fingerprint(task))
     if len(different) == 1:

@@ -71,6 +71,10 @@ class EventLogger:
         """Log an error with the traceback of the current exception."""
         self._log(logging.ERROR, event, fields, exc_info=True)
 
+    def detail(self, event: str, /, **fields: Any) -> None:
+        """Log an event to the run's file only: nobody needs it while the run goes on."""
+        self._log(logging.INFO, event, fields, file_only=True)
+
     def record(self, event: str, /, **fields: Any) -> None:
         """Log a warning to the run's file only: the user was told it in another form."""
         self._log(logging.WARNING, event, fields, file_only=True)

@@ -236,7 +236,7 @@ def test_a_good_evaluation_ends_the_stage_and_stays_its_end(ludus: Ludus) -> Non
 def test_rl_without_signal_ends_and_stays_ended(ludus: Ludus) -> None:
     """`rl.min_signal`, of single steps: the first has a signal in three of four groups, the third
     in one."""
-    every_step = "import ludus.pipeline.rl_end as end; end.WINDOW = 1"
+    every_step = "import ludus.pipeline.monitoring.rl_end as end; end.WINDOW = 1"
 
     def steps() -> list[int]:
         return [line["step"] for line in ludus.metrics() if line["stage"] == "rl"]

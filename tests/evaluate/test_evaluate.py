@@ -168,6 +168,24 @@ def test_excluded_episodes_are_reported_not_failed():
     assert f"4 episodes left out ({reasons}" in shown
 
 
+def test_the_tiers_of_excluded_episodes_are_named():
+    def broken():
+        return played(0.0, Status.ERROR_ENV, "KeyError: 'k'")
+
+    one = [group(f"one-{i}", 1.0, tier="one") for i in range(2)]
+    evaluation = summarise([*one, *(group(f"two-{i}", broken(), tier="two") for i in range(3))])
+    assert str(evaluation).endswith(
+        "of 2 scored of 5 tasks, 3 episodes of tier 'two' left out: 3 error_env: KeyError: 'k'"
+    )
+    shown = " ".join(printed(render_evaluation(evaluation)).split())
+    assert "3 episodes of tier 'two' left out (3 error_env: KeyError: 'k')" in shown
+    both = summarise([*one, group("two", broken(), tier="two"), group("x", broken(), tier="one")])
+    assert both.excluded_episodes == "2 episodes of tiers 'one' (1), 'two' (1)"
+    many = summarise([*one, *(group(f"t{i}", broken(), tier=f"t{i}") for i in range(6))])
+    assert many.excluded_episodes.endswith("'t3' (1), 2 more")
+    assert summarise([*one, group("x", broken(), tier="one")]).excluded_episodes == "1 episode"
+
+
 def test_nothing_scored():
     with pytest.raises(DataError, match="1 tasks, 1 episodes, none of them scored"):
         summarise([group("a", played(None, Status.ABORTED))])
@@ -302,7 +320,7 @@ def test_rendering_says_what_counts():
     assert "GoTo[x]" in text
     assert "50.0 %" in text
     assert "pass@2" in text
-    assert "1 episodes left out (1 no reward): success would be 33.3 %" in text
+    assert "1 episode left out (1 no reward): success would be 33.3 %" in text
     after = summarise([*groups([[1.0, 1.0], [1.0, 0.0]], tier="GoTo[x]"), group("z", 1.0, 1.0)])
     text = printed(render_comparison(compare(before, after)))
     assert "after SFT against b, 3 tasks" in text

@@ -262,3 +262,30 @@ class RaisesElsewhere(Digit):
         if multiprocessing.parent_process() is not None:
             raise KeyError(task.id)
         return await super().reset(task)
+
+
+class Levels(Digit):
+    """Levels with a fault each: of `task`, of `reset`, of `step`, and an endless step."""
+
+    @classmethod
+    def tiers(cls) -> tuple[str, ...]:
+        return ("fine", "file", "map", "rules", "moves", "sleeps")
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        if tier == "file":
+            raise ValueError("no such file")
+        return Task(id=f"{tier}/{seed}", data={"seed": seed}, tier=tier)
+
+    async def reset(self, task: Task) -> Observation:
+        if task.tier == "map":
+            raise KeyError("map")
+        self.tier = task.tier
+        return await super().reset(task)
+
+    async def step(self, action: Message) -> StepResult:
+        if self.secret is not None and self.tier in ("rules", "moves"):
+            raise KeyError("rule")
+        if self.secret is not None and self.tier == "sleeps":
+            time.sleep(60)
+        return await super().step(action)

@@ -329,8 +329,10 @@ def test_what_gives_no_task_is_refused(name, shown, monkeypatch):
 
 
 def test_an_environment_that_cannot_make_a_task_is_told_with_its_line():
-    said = r"^tasks.train: 'env' cannot be built: KeyError: 'level' \[faulty_envs.py, line \d+\]"
-    with pytest.raises(ConfigError, match=said):
+    said = (
+        r"^tasks.train: \w+.task\(None, 0\) raised KeyError: 'level' \[faulty_envs.py, line \d+\]"
+    )
+    with pytest.raises(DataError, match=said):
         read_tasks(Spec(name="env", args={"num_tasks": 1}), "tasks.train", maker=NoSuchLevel())
 
 

@@ -149,6 +149,14 @@ def test_log_level_rules_the_screen_and_info_the_file(tmp_path, capsys, monkeypa
     assert [line["event"] for line in events(tmp_path / "log.jsonl")][2:] == ["detail"]
 
 
+def test_a_detail_is_in_the_file_alone(tmp_path, capsys):
+    setup_logging(tmp_path)
+    get_logger("ludus.here").detail("one process plays all episodes", reason="few")
+    assert capsys.readouterr().err == ""
+    [event] = events(tmp_path / "log.jsonl")
+    assert (event["level"], event["reason"]) == ("info", "few")
+
+
 def test_other_packages_are_heard_only_when_something_is_wrong(tmp_path, monkeypatch):
     monkeypatch.setenv("LOG_LEVEL", "debug")
     setup_logging(tmp_path)

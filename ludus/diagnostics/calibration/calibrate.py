@@ -28,16 +28,14 @@ from ludus.diagnostics.calibration.conversations import (
 )
 from ludus.diagnostics.calibration.distinct import by_tier, total, undeclared
 from ludus.diagnostics.calibration.episodes import (
-    Expert,
     RandomEpisode,
     play_again,
-    play_expert,
-    play_openings,
     play_random,
     random_line,
     success_of,
     success_of_one_answer,
 )
+from ludus.diagnostics.calibration.expert import Expert, play_expert
 from ludus.diagnostics.calibration.first import (
     base,
     tokenizer_for,
@@ -45,12 +43,19 @@ from ludus.diagnostics.calibration.first import (
     with_lengths,
     with_splits,
     with_tasks,
+)
+from ludus.diagnostics.calibration.levels import (
+    EXPERT_S,
+    fewer_tiers,
+    no_demonstration,
+    refuse_long,
     without_failing_tiers,
     without_small_tiers,
+    without_unmade_tiers,
 )
 from ludus.diagnostics.calibration.pretrained import with_starting_values
 from ludus.diagnostics.calibration.starting import Start
-from ludus.diagnostics.calibration.subject import MAX_TIERS, Subject
+from ludus.diagnostics.calibration.subject import Subject
 from ludus.diagnostics.calibration.trials.trial import Trial
 from ludus.diagnostics.calibration.trials.try_out import try_out
 from ludus.diagnostics.calibration.tuned import (
@@ -63,9 +68,6 @@ from ludus.diagnostics.calibration.tuned import (
 from ludus.diagnostics.calibration.warnings import SLOW_S
 from ludus.diagnostics.plan import shape_of
 from ludus.pipeline.preflight.again import difference
-
-EXPERT_S = 12.0
-"""Seconds for the expert's episodes."""
 
 RANDOM_S = 5.0
 """Seconds for episodes of random actions."""
@@ -82,12 +84,6 @@ NUM_EPISODES = 6000
 TRIAL_TOKENS = 500_000
 """Tokens of the episodes that the trial of SFT has: with few, it would learn them by heart."""
 
-LONGEST_TOKEN = 20
-"""Characters of a token that no text reaches on average."""
-
-NUM_OPENED, OPENING_S = 4, 4.0
-"""Tasks whose openings are compared with the context; at most so many seconds."""
-
 TOLD = 0.01
 """Success of one answer to all tasks above which it is told."""
 
@@ -100,7 +96,8 @@ class Calibration:
         conversations: what SFT shows.
         distinct: about how many different tasks there are.
         steps, start: how the minutes are divided; for a pretrained model its starting values.
-        broken: levels that are left out since the expert fails there, with the reason.
+        broken: levels that are left out since they make no tasks, or since the expert fails there,
+            with the reason.
         searches: the expert knows what an agent must find out first.
         seconds: that the calibration took.
     """
@@ -160,13 +157,17 @@ def _calibrate(
         first = base(subject, seed, model, data_file, shows=False)
         tokens.trained(first, (), ())
         shape_of(first)
+    broken: dict[str, str] = {}
     if subject.env is not None:
-        subject = fewer_tiers(subject, folder, say, scratch=model is None)
+        subject, broken = without_unmade_tiers(subject, NUM_EPISODES, say)
+        subject, failing = fewer_tiers(subject, folder, say, scratch=model is None)
+        broken |= failing
     tasks = subject.take(NUM_EPISODES, 0)
     searches = subject.searches(tasks[0])
     expert = play(subject, tasks, folder, say, scratch=model is None)
-    subject, expert, broken = without_failing_tiers(subject, expert, say)
-    tasks = [task for task in tasks if task.tier not in broken]
+    subject, expert, failing = without_failing_tiers(subject, expert, say)
+    broken |= failing
+    tasks = [task for task in tasks if task.tier not in failing]
     good = [d for d in expert.demonstrations if d.success]
     if not good and model is None:
         raise ConfigError(no_demonstration(subject, expert))
@@ -243,9 +244,8 @@ def _calibrate(
         config, planned = with_choices(config, trial, minutes, rate, sampled)
     unseen = undeclared(subject, tasks)
     warnings = [
-        *foretold.of_levels(broken),
         *unplayed,
-        *foretold.of_expert(expert),
+        *foretold.of_expert(expert, subject.tiers),
         *foretold.of_random(played, expert, subject.levels),
         *foretold.of_threads(played, subject.own_threads(tasks[0])),
         *foretold.of_tasks(distinct, num_tasks_of(config.tasks.heldout), subject.kind, unseen),
@@ -260,25 +260,6 @@ def _calibrate(
         subject, config, of_training, expert, lengths, vocabulary, unknown, distinct, trial,
         planned, start, broken, searches, warnings,
     )  # fmt: skip
-
-
-def refuse_long(subject: Subject) -> None:
-    """Refuse an environment whose openings are all far beyond the context of a model from scratch,
-    before its episodes are played and split into tokens.
-
-    Errors: ConfigError.
-    """
-    assert subject.env is not None
-    some = [replace(subject, tiers=[tier]).take(1, 0)[0] for tier in subject.tiers[:NUM_OPENED]]
-    tasks = some or subject.take(NUM_OPENED, 0)
-    opened = run(play_openings(subject.env, tasks, OPENING_S))
-    shortest = min((sum(len(m.content) for m in opening) for _, opening in opened), default=0)
-    if shortest > choices.MAX_CONTEXT * LONGEST_TOKEN:
-        raise ConfigError(
-            f"{subject.given}: every opening exceeds the context: the shortest of "
-            f"{len(opened)} has {shortest:,} characters, and the context of a model from scratch "
-            f"can have {choices.MAX_CONTEXT:,} tokens here; shorten the prompts"
-        )
 
 
 def of_trial(
@@ -297,33 +278,6 @@ def of_trial(
         if (rl := config.rl) is not None:
             steps = planned.likely if planned else rl.steps
             yield from foretold.of_episodes(steps * rl.groups_per_step * rl.group_size)
-
-
-def fewer_tiers(
-    subject: Subject, folder: Path, say: Callable[[str], object], *, scratch: bool
-) -> Subject:
-    """Of an environment with many levels, those with the shortest episodes of the expert."""
-    if len(subject.tiers) <= MAX_TIERS:
-        return subject
-    assert subject.env is not None
-    alone = [replace(subject, tiers=[tier]) for tier in subject.tiers[:60]]
-    tasks = [task for one in alone for task in one.take(2, 0)]
-    fit = partial(refuse_long, subject) if scratch else None
-    expert = play_expert(subject.env, tasks, folder, EXPERT_S / 2, fit=fit)
-    shortest: dict[str, float] = {}
-    for tier in subject.tiers:
-        own = [d for d in expert.demonstrations if d.tier == tier and d.success]
-        if own:
-            shortest[tier] = fmean(sum(len(m.content) for m in d.messages) for d in own)
-    if not shortest:
-        raise ConfigError(no_demonstration(subject, expert))
-    chosen = sorted(shortest, key=shortest.__getitem__)[:MAX_TIERS]
-    kept = [tier for tier in subject.tiers if tier in chosen]
-    say(
-        f"{len(subject.tiers)} levels: the shortest of {len(shortest)} played are "
-        f"{', '.join(kept)} (choose with --tiers)"
-    )
-    return replace(subject, tiers=kept)
 
 
 def play(
@@ -367,27 +321,6 @@ def answer_of(task: Task) -> str:
     """The answer that SFT shows: of several accepted ones, the first."""
     answer = task.answer[0] if isinstance(task.answer, list) and task.answer else task.answer
     return str(answer)
-
-
-def no_demonstration(subject: Subject, expert: Expert) -> str:
-    """The reason why nothing can be learned from this environment's expert, and the remedy."""
-    if expert.demonstrations:
-        return (
-            f"{subject.given}: the expert played {expert.num_played} episodes and succeeded in "
-            f"none (rewards {min(expert.rewards):g} to {max(expert.rewards):g}): compare them with "
-            "the environment's success_at"
-        )
-    if "no expert" not in expert.failed:
-        return (
-            f"{subject.given}: all {expert.num_played} episodes of the expert failed: "
-            f"{expert.reason}. `ludus check-env {subject.given}` tells more"
-        )
-    return (
-        f"{subject.given}: {expert.reason}. A small model from scratch learns an "
-        "environment's language from demonstrations: give the class a method `expert_action`, or "
-        "collect episodes of a large model with `ludus generate-data` and name the file in "
-        "`sft.data`; or train a pretrained model without an expert: --model"
-    )
 
 
 def repeated(subject: Subject, expert: Expert, tasks: Sequence[Task]) -> Iterator[str]:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ludus.config.messages import show
 from ludus.config.schema import RunConfig
-from ludus.core.errors import ConfigError, DataError, counted
+from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Spec
 from ludus.data.conversations import Conversation
 from ludus.data.splits import Splits, read_splits
 from ludus.diagnostics.calibration import choices, tokens
-from ludus.diagnostics.calibration.episodes import Expert
 from ludus.diagnostics.calibration.pretrained import device
 from ludus.diagnostics.calibration.subject import Subject, config_tasks
-from ludus.diagnostics.calibration.warnings import FEW
 from ludus.tasks.readers import NoHeldoutTask
 
 TOKENIZERS = (
@@ -28,13 +24,6 @@ TOKENIZERS = (
     (Spec(name="bpe", args={"vocab_size": 1024}), math.inf),
 )
 """Tokenizers that encode any text, from fine to coarse, and the most tokens of a mean episode."""
-
-LEAST_SHOWN = 0.1
-"""Share of a level's episodes of the expert that give a demonstration; with less, its code is
-broken, and the few successes would stand for the level."""
-
-LONGEST_REASON = 160
-"""Characters of the reason of a failing level."""
 
 NUM_COUNTED = 200
 """Episodes that tell how long they are with one of them."""
@@ -141,54 +130,6 @@ def tokenizer_name(config: RunConfig) -> str:
     """The name of the tokenizer to train."""
     spec = config.model.tokenizer
     return spec.name if isinstance(spec, Spec) else "the model's own"
-
-
-def failing_tiers(subject: Subject, expert: Expert) -> dict[str, str]:
-    """The levels of which fewer than LEAST_SHOWN of the expert's episodes gave a demonstration,
-    where others have more: how many failed, and the reason of the first, in one line."""
-    shown = Counter(one.tier for one in expert.demonstrations)
-    dropped: dict[str, list[str]] = {}
-    for one in expert.dropped:
-        if one.tier is not None and one.tier in subject.tiers:
-            dropped.setdefault(one.tier, []).append(one.reason)
-    failing: dict[str, str] = {}
-    for tier, reasons in dropped.items():
-        played = shown[tier] + len(reasons)
-        if shown[tier] < LEAST_SHOWN * played:
-            why = show(" ".join(reasons[0].split()), bare=True, width=LONGEST_REASON)
-            failing[tier] = f"{len(reasons):,} of {counted(played, 'episode')} failed, {why}"
-    healthy = [tier for tier in subject.tiers if shown[tier] and tier not in failing]
-    return failing if healthy else {}
-
-
-def without_failing_tiers(
-    subject: Subject, expert: Expert, say: Callable[[str], object]
-) -> tuple[Subject, Expert, dict[str, str]]:
-    """The subject and the expert's episodes without its `failing_tiers`, and these."""
-    failing = failing_tiers(subject, expert)
-    if not failing:
-        return subject, expert, failing
-    for tier, reason in failing.items():
-        say(f"level {tier!r} is left out: of the expert, {reason}")
-    kept = [tier for tier in subject.tiers if tier not in failing]
-    return replace(subject, tiers=kept), expert.without(failing), failing
-
-
-def without_small_tiers(
-    subject: Subject, distinct: Mapping[str | None, float], say: Callable[[str], object]
-) -> Subject:
-    """The subject without levels of few different tasks, where others have more.
-
-    Each level has as many training tasks as the others, and held-out tasks that training lacks. So
-    a level of five would leave the others a handful to train on.
-    """
-    small = [tier for tier in subject.tiers if distinct.get(tier, FEW) < FEW]
-    kept = [tier for tier in subject.tiers if tier not in small]
-    if not small or not kept:
-        return subject
-    told = ", ".join(f"{tier} (about {distinct[tier]:.0f})" for tier in small)
-    say(f"levels of few different tasks are left out: {told}; the recipe has {', '.join(kept)}")
-    return replace(subject, tiers=kept)
 
 
 def with_tasks(

@@ -16,6 +16,7 @@ from ludus.core.types import Spec
 from ludus.data.conversations import Conversation
 from ludus.diagnostics.calibration.calibrate import Calibration
 from ludus.diagnostics.calibration.choices import is_expected
+from ludus.diagnostics.calibration.levels import MOST_TOLD
 from ludus.diagnostics.calibration.subject import for_training
 from ludus.diagnostics.calibration.trials.sft import small_steps
 from ludus.envs import ENVS
@@ -149,7 +150,7 @@ def _tasks(c: Calibration) -> Iterator[Line]:
     levels = for_training(c.subject.levels)
     if 0 < len(c.subject.tiers) < len(levels):
         told += f", in {len(c.subject.tiers)} of {len(levels)} levels"
-    told += "".join(f"; not {tier}, of whose expert {c.broken[tier]}" for tier in c.broken)
+    told += "".join(f"; not {tier}: {c.broken[tier]}" for tier in list(c.broken)[:MOST_TOLD])
     yield "train", of_task(c.config.tasks.train), " ".join(told.split())
     if c.config.tasks.heldout is not None:
         yield "heldout", of_task(c.config.tasks.heldout), ""

@@ -13,6 +13,7 @@ from ludus.diagnostics.calibration import choices
 from ludus.diagnostics.calibration.trials.dtypes import at_dtype
 from ludus.diagnostics.calibration.trials.rl import groups_of
 from ludus.diagnostics.calibration.trials.trial import Trial
+from ludus.pipeline.monitoring.rl_end import WINDOW
 
 MAX_DEMONSTRATIONS = 6000
 """Most demonstrations of a recipe."""
@@ -139,7 +140,7 @@ def with_choices(
                 "groups_per_step": groups,
                 "minibatches": minibatches,
                 "min_success_to_stop": choices.STOP if success >= choices.NEARLY_ALL else None,
-                "min_signal": choices.MIN_SIGNAL,
+                "min_signal": choices.MIN_SIGNAL if planned.most_rl > WINDOW else None,
                 "optimizer": config.rl.optimizer.model_copy(
                     update={"warmup_steps": min(10, planned.likely // 5)}
                     | (held if minibatches > 1 else free)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from ludus.core.errors import counted
+from ludus.data.demonstrations import Dropped
 from ludus.diagnostics.calibration.choices import MAX_CONTEXT, SOLVED, Lengths, is_expected
-from ludus.diagnostics.calibration.episodes import Expert, RandomEpisode
+from ludus.diagnostics.calibration.episodes import RandomEpisode
+from ludus.diagnostics.calibration.expert import Expert, in_a_line
 from ludus.diagnostics.calibration.trials.trial import Trial
 from ludus.envs.checks.outcomes import needless_thread
 
@@ -55,19 +58,20 @@ FEW = 50
 """Different tasks below which a run can only memorise them."""
 
 
-def of_levels(broken: Mapping[str, str]) -> Iterator[str]:
-    """Yields the levels that the recipe leaves out, with the reason of each."""
-    for tier, reason in broken.items():
-        yield f"level {tier!r} is left out, since the expert fails there: {reason}"
-
-
-def of_expert(expert: Expert) -> Iterator[str]:
-    """Yields what the expert's episodes foretell."""
-    if expert.failed:
-        told = ", ".join(f"{count} x {kind}" for kind, count in sorted(expert.failed.items()))
+def of_expert(expert: Expert, levels: Sequence[str] = ()) -> Iterator[str]:
+    """Yields what the expert's episodes foretell. `levels`: those of the recipe."""
+    shown = Counter(one.tier for one in expert.demonstrations)
+    by_level = expert.dropped_of(levels)
+    for tier, dropped in by_level.items():
+        played = shown[tier] + len(dropped)
+        yield (
+            f"level {tier!r}: {len(dropped) / played:.0%} of {counted(played, 'episode')} of the "
+            f"expert gave no demonstration: {_by_kind(dropped)}: {in_a_line(dropped[0].reason)}"
+        )
+    if expert.dropped and not by_level:
         yield (
             f"of {counted(expert.num_played, 'episode')} of the expert, some gave no "
-            f"demonstration: {told}: {expert.reason}"
+            f"demonstration: {_by_kind(expert.dropped)}: {expert.reason}"
         )
     if expert.success < 0.9 and expert.demonstrations:
         yield (
@@ -86,6 +90,12 @@ def of_expert(expert: Expert) -> Iterator[str]:
             f"rewards reach {max(rewards, key=abs):g}: GRPO divides by their spread within a "
             "group, so one outlier hides all other differences; scale them to 0 to 1"
         )
+
+
+def _by_kind(dropped: Sequence[Dropped]) -> str:
+    """`12 x error, 1 x timeout`."""
+    counts = Counter(one.kind for one in dropped)
+    return ", ".join(f"{count:,} x {kind}" for kind, count in sorted(counts.items()))
 
 
 def of_random(
@@ -258,7 +268,8 @@ def of_heldout(trial: Trial, source: str = "env") -> Iterator[str]:
     """
     if trial.unplayed:
         yield (
-            f"held-out tasks cannot be played: {trial.unplayed}; the recipe's evaluations will fail"
+            f"held-out tasks cannot be played: {trial.unplayed}; until they can, `ludus train` "
+            "refuses the recipe, or ends at its first evaluation"
         )
     own, others = trial.gap or (0.0, 0.0)
     if own < math.inf and others == math.inf:

@@ -26,6 +26,7 @@ from ludus.envs.checks.declarations import check_declarations
 from ludus.envs.checks.determinism import check_determinism
 from ludus.envs.checks.differences import difference
 from ludus.envs.checks.expert import check_expert
+from ludus.envs.checks.levels import healthy_levels
 from ludus.envs.checks.outcomes import check_speed
 from ludus.envs.checks.own_tasks import own_tasks
 from ludus.envs.checks.play import SLOW_S, ForksOn, Player, Turn, actions_of
@@ -51,6 +52,7 @@ async def check_env(
     tell: Callable[[str], object] = lambda _: None,
 ) -> list[Finding]:
     """Check an environment on `num_tasks` of its own tasks, spread over its tiers, or on `tasks`.
+    A tier whose first episode fails is an error, and the others are checked.
 
     The environment conforms if no finding has severity `error`. `timeout_s` limits each call.
     `report` receives each finding when it is found, `tell` what the expert reached. Where steps are
@@ -69,9 +71,10 @@ async def check_env(
             if subject.spec is not None:
                 # Refuses wrong arguments once, not in each check.
                 await player.new(partial(ENVS.build, subject.spec, "env"))
-            subject.tasks = (
-                list(tasks) if tasks is not None else await own_tasks(subject, player, num_tasks)
-            )
+            if tasks is None:
+                levels = await healthy_levels(subject, player)
+                tasks = await own_tasks(subject, player, num_tasks, levels)
+            subject.tasks = list(tasks)
             without_tools = getattr(subject.env_class, "tools", None) is Env.tools
             for name, check in CHECKS.items() if subject.tasks else ():
                 if name == "tools" and without_tools:

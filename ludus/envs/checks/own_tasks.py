@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,15 +18,17 @@ from ludus.tasks.readers import check_unicode
 NAME = "tasks"
 
 
-async def own_tasks(subject: Subject, player: Player, num_tasks: int) -> list[Task]:
+async def own_tasks(
+    subject: Subject, player: Player, num_tasks: int, levels: Sequence[str] = ()
+) -> list[Task]:
     """Tasks of the first seeds, spread over the tiers from the easiest to the hardest; none where
-    a finding tells what is wrong. Errors: EpisodeTimeout."""
+    a finding tells what is wrong. `levels`: some of the tiers. Errors: EpisodeTimeout."""
     env_class = subject.env_class
 
     async def make() -> list[Task]:
-        tiers: list[Any] = tiers_of(env_class) or [None]
+        tiers: Sequence[Any] = levels or tiers_of(env_class) or [None]
         chosen = [tiers[i * len(tiers) // num_tasks] for i in range(num_tasks)]
-        return [_made(env_class, tier, seed) for seed, tier in enumerate(chosen)]
+        return [made(env_class, tier, seed) for seed, tier in enumerate(chosen)]
 
     try:
         tasks, again = [await player.call("tiers or task", make) for _ in range(2)]
@@ -53,8 +56,12 @@ async def own_tasks(subject: Subject, player: Player, num_tasks: int) -> list[Ta
     return tasks
 
 
-def _made(env_class: Any, tier: str | None, seed: int) -> Task:
-    """Errors: EnvError for anything else than a task that JSON can hold; those of `task`."""
+def made(env_class: Any, tier: str | None, seed: int) -> Task:
+    """The task of a tier and a seed.
+
+    Errors: EnvError where `task` raises, and for anything else than a task that JSON can hold;
+    NotImplementedError without `task`.
+    """
     call = f"task({tier!r}, {seed})"
     try:
         task: Any = env_class.task(tier, seed)
@@ -64,8 +71,12 @@ def _made(env_class: Any, tier: str | None, seed: int) -> Task:
         ) from error
     except ValidationError as error:
         if (fault := construction_fault(error)) is None:
-            raise
+            raise EnvError(f"{call} raised {told(error, 200)}") from error
         raise EnvError(f"{call}: {fault}") from error
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        raise EnvError(f"{call} raised {told(error, 200)}") from error
     if not isinstance(task, Task):
         raise EnvError(f"{call} returned {task!r:.80}; it has to return a Task")
     if tier is not None and task.tier is None:

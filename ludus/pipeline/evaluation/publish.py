@@ -256,9 +256,9 @@ def _results(evaluations: Mapping[str, Evaluation]) -> str:
         "|---|---|---|---|---|",
     ]
     for name, result in evaluations.items():
-        left_out = f"; {result.num_excluded} episodes left out" if result.num_excluded else ""
+        left_out = f"; {result.excluded_episodes} left out" if result.num_excluded else ""
         lines.append(
-            f"| {name} | {result.num_tasks}{left_out} | {result.success} | "
+            f"| {name} | {result.success.num_tasks}{left_out} | {result.success} | "
             f"{result.score.value:.3f} | {result.sampling} |"
         )
     return "\n".join(lines) + "\n"

@@ -171,7 +171,7 @@ def evaluation_line(label: str, step: int, result: Evaluation, last_stage: str) 
         last_stage: of the run: `sft` or `rl`.
     """
     if label == "sft":
-        tasks = f"{result.num_tasks} training tasks{result.remarks}"
+        tasks = f"{result.tasks('training ')}{result.remarks}"
         return f"sft.until, step {step}: {result.success} of sampled episodes succeed ({tasks})"
     when = {
         "start": "before SFT",

@@ -25,6 +25,7 @@ from ludus.judges import JUDGES
 from ludus.judges.base import check_all
 from ludus.loop.metrics import BY_PART
 from ludus.models import ARCHITECTURES, SAMPLERS, TOKENIZERS
+from ludus.pipeline.monitoring import rl_end
 from ludus.pipeline.monitoring.notify import check_urls
 from ludus.rollout.agent_tools import check_agent_tools
 from ludus.rollout.workflow import AGENTS, Agent
@@ -67,7 +68,10 @@ def check(config: RunConfig) -> None:
     Builds environment, agent, judge and algorithm once, because they may refuse values that fit
     their signatures.
     """
-    check_specs(config, REGISTRIES)
+    try:
+        check_specs(config, REGISTRIES)
+    except ConfigError as error:
+        raise ConfigError("\n".join([str(error), *_found_without_effect(config)])) from error
     if config.demonstrations is not None:
         require_pool()
     if config.mirror is not None:
@@ -77,6 +81,11 @@ def check(config: RunConfig) -> None:
         require_otel()
     _check_distribution(config)
     faults = list(_without_effect(config))
+    if config.rl is not None:  # told together with what has no effect
+        try:
+            ALGORITHMS.build(config.rl.algorithm, "rl.algorithm")
+        except ConfigError as error:
+            faults.append(str(error))
     if config.env is not None:
         try:
             parts = ENVS.build(config.env, "env").members()
@@ -93,8 +102,6 @@ def check(config: RunConfig) -> None:
         check_agent_tools(Agent.build(config.agent).play, bool(config.tools))
     if config.judge is not None:
         JUDGES.build(config.judge, "judge")
-    if config.rl is not None:
-        ALGORITHMS.build(config.rl.algorithm, "rl.algorithm")
     faults += _unknown_metric(config, names)
     if faults:
         raise ConfigError("\n".join(faults))
@@ -154,6 +161,14 @@ def equal_samples(
             f"{samples}: {settings.samples_per_task} episodes of each task are equal at "
             f"{temperature} 0 (greedy): set a temperature above 0, or 1 sample"
         )
+
+
+def _found_without_effect(config: RunConfig) -> list[str]:
+    """The messages of `_without_effect` up to a plug-in that cannot be read."""
+    found = list[str]()
+    with suppress(ConfigError):
+        found.extend(_without_effect(config))
+    return found
 
 
 def _without_effect(config: RunConfig) -> Iterator[str]:
@@ -293,10 +308,15 @@ def _inert_rl(config: RunConfig, rl: RLConfig) -> Iterator[str]:
             "episodes of a step (rl.groups_per_step * rl.group_size): at most that number"
         )
     ends = rl.min_signal is not None
-    if ends and not ALGORITHMS.build(rl.algorithm, "rl.algorithm").compares:
+    if ends and not _compares(rl.algorithm):
         yield (
             f"rl.min_signal has no effect with {rl.algorithm.name}, which does not compare the "
             "episodes of a group: set it to null"
+        )
+    elif ends and not rl_end.can_end(rl, config.sft):
+        yield (
+            f"rl.min_signal has no effect: it compares {rl_end.WINDOW} steps with later ones, and "
+            f"RL has {rl.steps} (rl.steps): set it to null, or give RL more steps"
         )
     if ends and config.tasks.curriculum is not None:
         yield (
@@ -315,6 +335,15 @@ def _inert_rl(config: RunConfig, rl: RLConfig) -> Iterator[str]:
             f"{config.evaluate.every}, rl.steps {rl.steps}): set evaluate.every to a number from "
             "1 to rl.steps - 1, or rl.min_success_to_stop to null"
         )
+
+
+def _compares(algorithm: Spec) -> bool:
+    """False for an algorithm that does not compare a group's episodes; one whose arguments are
+    wrong, which is told elsewhere, is taken without them."""
+    for given in (algorithm, Spec(name=algorithm.name)):
+        with suppress(ConfigError):
+            return bool(ALGORITHMS.build(given, "rl.algorithm").compares)
+    return True
 
 
 def _unknown_metric(config: RunConfig, parts: Collection[str]) -> Iterator[str]:

@@ -108,7 +108,9 @@ def _more_heldout(config: RunConfig) -> str:
     args = heldout.args if heldout else {}
     most = args.get("num_tasks", args.get("limit"))
     if number is None or (isinstance(most, int) and number >= most):
-        return "hold out more tasks (`tasks.heldout`; evaluations already take all of them)"
+        return (
+            "hold out more tasks (`tasks.heldout`; evaluations already take all that can be played)"
+        )
     return "evaluate more tasks (`evaluate.num_tasks`)"
 
 

@@ -87,6 +87,12 @@ def test_the_journal_begins_with_the_newest_checkpoint(tmp_path: Path) -> None:
             (tmp_path / f"rl-{number - 1}").rmdir()
         group.checkpointed(path)
     assert group._journal == [Entry("begin_stage", ()), Entry("load", (path,))]
+    group._keep(Entry("shorten_stage", (9,)))
+    later = tmp_path / "rl-9"
+    later.mkdir()
+    group.checkpointed(later)
+    shortened = [Entry("begin_stage", ()), Entry("shorten_stage", (9,))]
+    assert group._journal == [*shortened, Entry("load", (later,))], "its schedule stays"
 
 
 @pytest.mark.parametrize("kind", [OutOfDiskError, ObjectStoreFullError])

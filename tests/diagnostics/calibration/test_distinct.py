@@ -15,7 +15,8 @@ from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import distinct
 from ludus.diagnostics.calibration.distinct import MANY, by_tier, num_distinct, total, undeclared
 from ludus.diagnostics.calibration.episodes import play_again
-from ludus.diagnostics.calibration.first import base, with_splits, with_tasks, without_small_tiers
+from ludus.diagnostics.calibration.first import base, with_splits, with_tasks
+from ludus.diagnostics.calibration.levels import without_small_tiers
 from ludus.diagnostics.calibration.subject import environment
 from ludus.envs import ENVS
 

@@ -11,15 +11,11 @@ from ludus.core.errors import ConfigError
 from ludus.core.system.signals import run
 from ludus.core.types import Message, Spec, Task
 from ludus.data.expert import Demonstration
-from ludus.diagnostics.calibration.calibrate import refuse_long, repeated
+from ludus.diagnostics.calibration.calibrate import repeated
 from ludus.diagnostics.calibration.conversations import measured
-from ludus.diagnostics.calibration.episodes import (
-    Expert,
-    play_again,
-    play_expert,
-    play_random,
-    success_of,
-)
+from ludus.diagnostics.calibration.episodes import play_again, play_random, success_of
+from ludus.diagnostics.calibration.expert import Expert, play_expert
+from ludus.diagnostics.calibration.levels import refuse_long
 from ludus.diagnostics.calibration.subject import environment, open_subject
 from ludus.envs import ENVS
 from ludus.envs.checks.check import check_env

@@ -57,6 +57,16 @@ def test_the_rate_of_rl_is_high_only_where_a_target_holds_it() -> None:
     assert (held.optimizer.target_kl, free.optimizer.target_kl) == (0.003, None)
 
 
+def test_few_steps_of_rl_have_no_end_by_their_signal() -> None:
+    trial = Trial(losses={2e-3: 1.0}, rl_step_s=1.0)
+    slow = Trial(losses={2e-3: 1.0}, sft_step_s=0.1, rl_step_s=1e4)
+    many, few = (with_choices(config_of(64), each, 10, 1e9, 5)[0].rl for each in (trial, slow))
+    assert many is not None
+    assert few is not None
+    assert (few.steps, few.min_signal) == (20, None)
+    assert many.min_signal == 0.02
+
+
 def test_tasks_that_sft_alone_solves_have_more_sft_and_an_end_of_rl() -> None:
     for solved, target, stop in ((0.95, 0.95, 0.98), (0.5, 0.4, None)):
         config = tuned(64, curve=[(40, 0.3), (80, solved)])

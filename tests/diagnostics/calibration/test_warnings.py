@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ludus.data.demonstrations import Dropped
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration import warnings
 from ludus.diagnostics.calibration.choices import Lengths
-from ludus.diagnostics.calibration.episodes import Expert, RandomEpisode
+from ludus.diagnostics.calibration.episodes import RandomEpisode
+from ludus.diagnostics.calibration.expert import Expert
 from ludus.diagnostics.calibration.trials.trial import Trial
 from ludus.evaluate.results import Estimate
 
@@ -29,6 +31,19 @@ def test_a_sound_environment_is_not_warned_about() -> None:
     assert list(warnings.of_expert(expert(1.0, 1.0))) == []
     assert list(warnings.of_random(played, expert(1.0))) == []
     assert list(warnings.of_tasks(1e6, 256, "env")) == []
+
+
+def test_levels_that_fail_in_part_are_told() -> None:
+    dropped = [
+        Dropped(task_id=str(n), tier="two", kind="error", reason="KeyError: 'k' [g.py, line 3]")
+        for n in range(3)
+    ]
+    fine = expert(*[1.0] * 5).demonstrations
+    shown = [d.model_copy(update={"tier": "two"}) for d in fine]
+    assert list(warnings.of_expert(Expert(shown, dropped), ["one", "two"])) == [
+        "level 'two': 38% of 8 episodes of the expert gave no demonstration: 3 x error: "
+        "KeyError: 'k' [g.py, line 3]"
+    ]
 
 
 def test_huge_and_broken_rewards_are_told() -> None:
@@ -141,6 +156,7 @@ def test_held_out_tasks_that_cannot_be_played_are_told() -> None:
     trial = Trial(curve=[(120, 0.2)], unplayed="nothing to evaluate: 8 tasks, none of them scored")
     [warning] = warnings.of_heldout(trial)
     assert warning.startswith("held-out tasks cannot be played: nothing to evaluate")
+    assert warning.endswith("`ludus train` refuses the recipe, or ends at its first evaluation")
 
 
 def test_held_out_levels_with_other_words_are_foretold() -> None:

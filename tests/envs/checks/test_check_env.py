@@ -24,7 +24,7 @@ from ludus.core.errors import ConfigError, EnvError
 from ludus.core.types import Message, Observation, Spec, StepResult, Task
 from ludus.envs import base, forks
 from ludus.envs.base import Env
-from ludus.envs.checks import outcomes, play
+from ludus.envs.checks import levels, outcomes, play
 from ludus.envs.checks.check import check_env
 from ludus.envs.checks.subject import Finding
 
@@ -150,6 +150,60 @@ async def test_what_is_raised_in_another_process_alone_is_told_with_its_place() 
         r"digit/0, played in another process, raised .*KeyError: 'digit/0' \[faulty_envs.py, line"
     )
     assert re.match(said, finding.detail), finding
+
+
+async def test_the_outcome_of_each_level_is_told() -> None:
+    told: list[str] = []
+    findings = await check_env(faulty.Levels, timeout_s=1.0, tell=told.append)
+    assert {finding.check for finding in findings} == {"levels"}
+    details = [finding.detail for finding in findings]
+    where = r" \[faulty_envs.py, line \d+\]"
+    for said, detail in zip(
+        [
+            rf"'file': task raised ValueError: no such file{where}",
+            rf"'map': reset: KeyError: 'map'{where}",
+            rf"'rules', 'moves': step: KeyError: 'rule'{where}",
+            "'sleeps': step takes longer than 1 s",
+        ],
+        details,
+        strict=True,
+    ):
+        assert re.fullmatch(said, detail), detail
+    assert told[0] == "of 6 levels 1 can be played ('fine'), 5 cannot"
+    assert told[1].startswith("the expert wins 6 of 6 tasks")
+
+
+async def test_levels_for_which_no_time_is_left_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(faulty.Digit):
+        @classmethod
+        def tiers(cls) -> tuple[str, ...]:
+            return ("one", "two")
+
+        @classmethod
+        def task(cls, tier: str | None, seed: int) -> Task:
+            return Task(id=f"{tier}/{seed}", data={"seed": seed}, tier=tier)
+
+        async def reset(self, task: Task) -> Observation:
+            await asyncio.sleep(0.1)
+            return await super().reset(task)
+
+    monkeypatch.setattr(levels, "LEVELS_S", 0.1)
+    told: list[str] = []
+    assert not [f for f in await check_env(Slow, 2, tell=told.append) if f.severity == "error"]
+    assert told[0] == "of 2 levels 1 can be played ('one'), 1 not tried ('two')"
+
+
+async def test_levels_that_all_fail_alike_are_told_once() -> None:
+    class Alike(faulty.Levels):
+        async def reset(self, task: Task) -> Observation:
+            raise KeyError("map")
+
+        @classmethod
+        def task(cls, tier: str | None, seed: int) -> Task:
+            return Task(id=f"{tier}/{seed}", data={"seed": seed}, tier=tier)
+
+    [finding] = await check_env(Alike)
+    assert finding.check == "episode"
 
 
 async def test_tasks_that_ignore_the_seed_are_told() -> None:

@@ -16,12 +16,19 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
+from ludus.config.schema import RLConfig, SFTConfig
 from ludus.telemetry.metrics import MetricsLog
 
 WINDOW = 20
 """Steps whose mean is compared: of 32 groups each, 2 % are 13 groups."""
 
 METRIC = "train/groups_with_advantage"
+
+
+def can_end(rl: RLConfig, sft: SFTConfig | None) -> bool:
+    """True where RL may have more than WINDOW steps, with those that SFT leaves unused."""
+    unused = sft.steps if sft is not None else 0
+    return rl.steps + int(rl.steps_per_unused_sft_step * unused) > WINDOW
 
 
 class Signal:

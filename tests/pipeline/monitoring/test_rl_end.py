@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ludus.pipeline.rl_end import METRIC, WINDOW, Signal
+from ludus.config.load import load_config
+from ludus.config.recipes import shipped_recipes
+from ludus.config.schema import RunConfig
+from ludus.core.errors import ConfigError
+from ludus.pipeline.monitoring.rl_end import METRIC, WINDOW, Signal
+from ludus.pipeline.parts.registries import check
+from ludus.pipeline.quick import quick
 from ludus.telemetry.metrics import MetricsLog
 
 
@@ -51,3 +57,39 @@ def test_a_resumed_run_has_the_steps_before_its_checkpoint(tmp_path: Path) -> No
     assert Signal.restored(0.02, path, 2 * WINDOW - 1).reason is None
     assert Signal.restored(0.02, path, 2 * WINDOW + 1).reason is None
     assert Signal.restored(None, path, 2 * WINDOW).reason is None
+
+
+def recipe(*changes: str) -> RunConfig:
+    config = load_config(str(shipped_recipes()["babyai-tiny"]), ["rl.min_signal=0.02", *changes])
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def test_a_minimum_that_no_step_can_reach_is_refused() -> None:
+    check(recipe("rl.steps=21"))
+    with pytest.raises(ConfigError, match=r"rl.min_signal has no effect: .* and RL has 20 \(rl.st"):
+        check(recipe("rl.steps=20"))
+    unused = ["sft.until={success: 0.5}", "rl.steps_per_unused_sft_step=1"]
+    check(recipe("rl.steps=20", *unused))
+
+
+def test_a_quick_version_has_no_ends_of_longer_runs() -> None:
+    config, _ = quick(recipe("rl.min_success_to_stop=0.9", "rl.steps=100", "evaluate.every=40"))
+    check(config)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "fault"),
+    [
+        ("{name: ppo, args: {entropy_target: 0.5}}", "entropy_target has no effect without"),
+        ("{name: ppo, args: {clipp: 0.5}}", "rl.algorithm.args.clipp is not an argument of ppo"),
+    ],
+)
+def test_all_that_another_algorithm_does_not_take_is_told_at_once(
+    algorithm: str, fault: str
+) -> None:
+    with pytest.raises(ConfigError, match=fault) as refused:
+        check(recipe(f"rl.algorithm={algorithm}", "rollout.temperature=0"))
+    said = str(refused.value)
+    assert "rollout.temperature: 0 is greedy" in said
+    assert "rl.min_signal has no effect with ppo" in said

@@ -1,0 +1,103 @@
+"""A first episode of each level, so that a broken level is named and hides no other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ludus.core.errors import EpisodeTimeout
+from ludus.core.modules import told
+from ludus.core.types import Task
+from ludus.envs.base import tiers_of
+from ludus.envs.checks.own_tasks import made
+from ludus.envs.checks.play import ForksOn, Player
+from ludus.envs.checks.subject import Subject
+
+NAME = "levels"
+
+LEVELS_S = 20.0
+"""Seconds in which episodes begin; of levels that are left no more is known."""
+
+EPISODE_S = 3.0
+"""Seconds after which an episode that goes on is enough."""
+
+MOST_NAMED = 8
+"""Levels that a line names."""
+
+
+async def healthy_levels(subject: Subject, player: Player) -> list[str]:
+    """The levels whose first episode raises nothing and does not hang, and those that were not
+    tried; all where none can be played, or where there are no two.
+
+    A finding names the others, each with its fault. Errors: EpisodeTimeout of `tiers`, ForksOn.
+    """
+
+    async def ask() -> list[str]:
+        return tiers_of(subject.env_class)
+
+    try:
+        tiers = await player.call("tiers", ask)
+    except EpisodeTimeout:
+        raise
+    except Exception:  # `own_tasks` tells it
+        return []
+    if len(tiers) < 2:
+        return tiers
+    faults: dict[str, list[str]] = {}
+    untried: list[str] = []
+    begun = time.monotonic()
+    for tier in tiers:
+        left = LEVELS_S - (time.monotonic() - begun)
+        if left < min(subject.timeout_s, LEVELS_S / 2):  # a timeout would be no fault of the level
+            untried.append(tier)
+        elif fault := await _fault(subject, tier):
+            faults.setdefault(fault, []).append(tier)
+    broken = [tier for those in faults.values() for tier in those]
+    played = [tier for tier in tiers if tier not in broken and tier not in untried]
+    told_here = played or len(faults) > 1  # one fault of all levels is told by the other checks
+    for fault, those in faults.items() if told_here else ():
+        subject.error(NAME, f"{named(those)}: {fault}")
+    if told_here and (broken or untried):
+        subject.tell(
+            f"of {len(tiers)} levels {len(played)} can be played"
+            + (f" ({named(played)})" if played else "")
+            + (f", {len(broken)} cannot" if broken else "")
+            + (f", {len(untried)} not tried ({named(untried)})" if untried else "")
+        )
+    return [tier for tier in tiers if tier not in broken] if played else tiers
+
+
+async def _fault(subject: Subject, tier: str) -> str:
+    """What goes wrong in the first episode of a level; empty: nothing."""
+    player = Player(subject.make, subject.timeout_s, lambda *_: None)
+    begun = time.monotonic()
+
+    async def make() -> Task:
+        return made(subject.env_class, tier, 0)
+
+    try:
+        task = await player.call("task", make)
+        env = await player.new()
+        async for _ in player.turns(env, task):
+            if time.monotonic() - begun > EPISODE_S:
+                break
+        await player.close_env(env)
+    except ForksOn:
+        raise
+    except NotImplementedError:  # `own_tasks` tells it
+        return ""
+    except EpisodeTimeout as error:
+        return str(error)
+    except Exception as error:
+        if player.at is not None:
+            return f"{player.at[0]}: {told(error, 200)}"
+        return str(error).replace(f"task({tier!r}, 0)", "task", 1)  # alike in all levels
+    finally:
+        player.close()
+    return ""
+
+
+def named(tiers: Sequence[str]) -> str:
+    """`'a', 'b'`, at most MOST_NAMED."""
+    more = f" and {len(tiers) - MOST_NAMED} more" if len(tiers) > MOST_NAMED else ""
+    return ", ".join(map(repr, tiers[:MOST_NAMED])) + more
