@@ -103,8 +103,9 @@ by luck alone."""
 
 
 class SFTUntilConfig(Section):
-    """The measured end of SFT: episodes on training tasks without a demonstration (on all where
-    fewer than 8 have none), sampled at `rollout.temperature`, as RL will sample them."""
+    """The measured end of SFT: episodes on training tasks that have no demonstration, and no failed
+    one (on all where fewer than 8 are left), sampled at `rollout.temperature`, as RL will sample
+    them."""
 
     success: float = Field(
         0.4,

@@ -188,6 +188,15 @@ def load_demonstrations(path: Path | str) -> Iterator[Demonstration]:
         raise DataError(f"{path}: cannot read demonstrations: {error.strerror}") from error
 
 
+def load_dropped(path: Path) -> list[Dropped]:
+    """Returns the episodes that gave no demonstration for the file `path`; empty without such."""
+    try:
+        lines = dropped_path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [Dropped.model_validate_json(line) for line in lines]
+
+
 def _line(record: Wire) -> str:
     return record.model_dump_json(exclude_defaults=True) + "\n"
 

@@ -20,11 +20,13 @@ from ludus.config.training import RECENT, SFTConfig, SFTUntilConfig
 from ludus.core.seeds import derive_seed
 from ludus.core.types import Group, Message, Task
 from ludus.data.conversations import Conversation
+from ludus.data.demonstrations import load_dropped
 from ludus.evaluate import Evaluation
 from ludus.evaluate.results import read_evaluation
 from ludus.pipeline.build import Run
 from ludus.pipeline.evaluation.evaluate import play_heldout
 from ludus.store.folders import RunFolder
+from ludus.train.checkpoint.listing import list_checkpoints
 
 LEAST = 0.1
 """Success below which SFT goes on although success does not rise: RL would find too little."""
@@ -63,8 +65,13 @@ def _opening(messages: Sequence[Message]) -> tuple[str, ...]:
 
 def unseen(run: Run, number: int) -> list[Task]:
     """Training tasks that SFT does not show, the same in each call; where fewer than LEAST_UNSEEN
-    are left, all training tasks."""
-    tasks = not_shown(run.splits.train, run.conversations)
+    are left, all training tasks.
+
+    Tasks that the expert lost or could not play are not among them: they would be most of these,
+    and harder than all others, or broken.
+    """
+    failed = {one.task_id for one in load_dropped(run.folder.demonstrations)}
+    tasks = [t for t in not_shown(run.splits.train, run.conversations) if t.id not in failed]
     if len(tasks) < min(number, LEAST_UNSEEN):
         tasks = list(run.splits.train)
     seed = derive_seed(run.config.seed, "sft", "until")
@@ -115,8 +122,8 @@ def decided(folder: RunFolder, sft: SFTConfig, step: int) -> Decision | None:
     found = measured(folder, step)
     curve = [(at, evaluation.success.value) for at, evaluation in found]
     for number, (at, evaluation) in enumerate(found, 1):
-        if at % sft.until.every:  # the last step of all
-            continue
+        if at >= sft.steps and at % sft.until.every:  # it ends in any case
+            break
         reason = reason_to_end(sft.until, curve[:number], sft.steps, evaluation.num_episodes)
         if reason is not None:
             return Decision(at, reason, last_step(sft, at))
@@ -142,9 +149,10 @@ def rl_steps(config: RunConfig, folder: RunFolder) -> int:
         return 0
     if not config.rl.steps_per_unused_sft_step or config.sft is None:
         return config.rl.steps
-    # Its end is measured, whatever the reason for it.
-    last = max((at for label, at, _ in folder.evaluation_files() if label == LABEL), default=None)
-    unused = max(config.sft.steps - last, 0) if last is not None else 0
+    # Its end is measured, whatever the reason for it, but for a resumed run that has its last step.
+    ends = [at for label, at, _ in folder.evaluation_files() if label == LABEL]
+    ends += [info.step for info in list_checkpoints(folder.checkpoints) if info.stage == "sft"]
+    unused = max(config.sft.steps - max(ends), 0) if ends else 0
     return config.rl.steps + int(unused * config.rl.steps_per_unused_sft_step)
 
 

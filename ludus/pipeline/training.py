@@ -98,6 +98,7 @@ class Trainer:
         self._record_s = 0.0  # of the step before: its own is not over when it is recorded
         self._saved: tuple[str, int] | None = None  # stage and steps of the newest checkpoint
         self._recorded: tuple[str, int] | None = None  # of the newest step
+        self._stage: Stage | None = None
 
     async def train(self) -> None:
         """Run all remaining stages and evaluations.
@@ -201,6 +202,7 @@ class Trainer:
             stage, self._excluded = sft_stage(run, self._observer.note)
         else:
             stage = rl_stage(self._with_unused_sft())
+        self._stage = stage
         start = 0 if checkpoint is None else checkpoint.step
         if decision := self._decision(stage, start):
             stage.settings = replace(stage.settings, steps=decision.last)
@@ -370,7 +372,8 @@ class Trainer:
             too_long = len(self._excluded)
             metrics |= sft_metrics(len(run.conversations) - too_long, too_long, run.folder)
         self._signal.add(metrics.get(METRIC))
-        num_steps = getattr(run.config, stage).steps
+        own = self._stage is not None and self._stage.name == stage  # SFT may be shortened
+        num_steps = self._stage.steps if own and self._stage else getattr(run.config, stage).steps
         metrics |= self._budget.step(metrics["rollout/tokens"], num_steps - step - 1)
         self._latest = metrics
         self._store.record_step(

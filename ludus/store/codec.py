@@ -1,4 +1,5 @@
-"""Lossless encoding of values: a value read back equals the recorded value.
+"""Lossless encoding of values: a value read back equals the recorded value. (In JSON, the two
+halves of a surrogate pair that stand side by side are read back as the character.)
 
 JSON.  Strict and ASCII, valid for every database and parser. A non-finite float becomes an object,
 and a key that looks like such an object gets a second dollar sign:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -11,15 +13,20 @@ from ludus.config.load import load_config
 from ludus.config.training import OptimizerConfig, SFTConfig, SFTUntilConfig
 from ludus.core.types import Message, Task
 from ludus.data.conversations import Conversation
+from ludus.data.demonstrations import Dropped, dropped_path
+from ludus.pipeline import sft_end
+from ludus.pipeline.build import Run
 from ludus.pipeline.sft_end import (
     Decision,
     Measured,
+    decided,
     expected_gain,
     last_step,
     not_shown,
     reason_to_end,
     rl_steps,
     told,
+    unseen,
 )
 from ludus.store.folders import RunFolder
 
@@ -138,7 +145,46 @@ def test_sft_ends_where_what_is_left_of_it_promises_little() -> None:
     assert reason_to_end(later, stands, 1900, 128) is not None
 
 
-def test_steps_that_sft_leaves_are_added_to_those_of_rl(tmp_path: Path) -> None:
+def test_tasks_that_the_expert_failed_are_not_measured(tmp_path: Path) -> None:
+    """Of 128 tasks without a demonstration, 119 were of a broken level's."""
+    train = [Task(id=f"env:{n}") for n in range(100)]
+    shown = [Conversation(task, [], 1.0, True) for task in train[:50]]
+    folder = RunFolder(tmp_path)
+    failed = [
+        Dropped(task_id=task.id, tier=None, kind="error", reason="KeyError").model_dump_json()
+        for task in train[50:90]
+    ]
+    run = SimpleNamespace(
+        splits=SimpleNamespace(train=train),
+        conversations=shown,
+        folder=folder,
+        config=SimpleNamespace(seed=0),
+    )
+    assert len(unseen(cast(Run, run), 20)) == 20, "without that file"
+    dropped_path(folder.demonstrations).write_text("\n".join(failed) + "\n")
+    assert {task.id for task in unseen(cast(Run, run), 20)} == {t.id for t in train[90:]}
+
+
+def test_a_decision_stays_when_the_distance_of_measurements_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def result(success: float) -> SimpleNamespace:
+        return SimpleNamespace(success=SimpleNamespace(value=success), num_episodes=128)
+
+    found = [(5, result(0.1)), (10, result(0.6)), (14, result(0.8))]
+    monkeypatch.setattr(sft_end, "measured", lambda folder, step: found)
+    for every in (5, 4):
+        sft = SFTConfig(steps=24, until=SFTUntilConfig(success=0.3, every=every))
+        decision = decided(RunFolder(tmp_path), sft, 14)
+        assert decision is not None
+        assert (decision.step, decision.last) == (10, 10)
+    at_the_end = SFTConfig(steps=14, until=SFTUntilConfig(success=0.65, every=5))
+    assert decided(RunFolder(tmp_path), at_the_end, 14) is None, "all of its steps"
+
+
+def test_steps_that_sft_leaves_are_added_to_those_of_rl(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     config = load_config("recipes/babyai-tiny.yaml")
     assert config.sft is not None
     assert config.rl is not None
@@ -164,3 +210,6 @@ def test_steps_that_sft_leaves_are_added_to_those_of_rl(tmp_path: Path) -> None:
     assert steps(0.35, None) == 50, "nothing was measured"
     assert steps(0.35, 120, until=False) == 50
     assert rl_steps(config.model_copy(update={"rl": None}), folder) == 0
+    last = SimpleNamespace(stage="sft", step=180)
+    monkeypatch.setattr(sft_end, "list_checkpoints", lambda folder: [last])
+    assert steps(0.35, 120) == 57, "a resumed SFT may end after its last measurement"

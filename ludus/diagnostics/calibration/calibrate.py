@@ -68,6 +68,7 @@ from ludus.diagnostics.calibration.tuned import (
 from ludus.diagnostics.calibration.warnings import SLOW_S
 from ludus.diagnostics.plan import shape_of
 from ludus.pipeline.preflight.again import difference
+from ludus.tasks.readers import TaskList
 
 RANDOM_S = 5.0
 """Seconds for episodes of random actions."""
@@ -229,7 +230,7 @@ def _calibrate(
             try_out(
                 config,
                 folder,
-                splits,
+                splits._replace(train=without_failed(splits.train, expert)),
                 tokenizer,
                 of_training[: max(int(TRIAL_TOKENS / lengths.episode_mean), 64)],
                 TRIAL_S,
@@ -315,6 +316,13 @@ def play(
             f"{fmean(expert.rewards):.2f} (standard deviation {pstdev(expert.rewards):.2f})"
         )
     return expert
+
+
+def without_failed(train: TaskList, expert: Expert) -> TaskList:
+    """The tasks without those of which the expert's episode failed: a trial plays tasks that it
+    does not show, and these would be most of them."""
+    failed = {one.task_id for one in expert.dropped}
+    return TaskList([task for task in train if task.id not in failed] or train)
 
 
 def answer_of(task: Task) -> str:

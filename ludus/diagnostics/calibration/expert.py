@@ -18,9 +18,9 @@ from ludus.data.demonstrations import (
     EPISODES_PER_JOB,
     Dropped,
     Summary,
-    dropped_path,
     generate_demonstrations,
     load_demonstrations,
+    load_dropped,
 )
 from ludus.data.expert import Demonstration
 from ludus.diagnostics.calibration.episodes import MOST_TURNS, expert_of
@@ -329,8 +329,7 @@ def _batch(env: Spec, tasks: Sequence[Task], path: Path, workers: int, timeout_s
         on_episode=lambda _: times.append(time.perf_counter()),
     )
     found = list(load_demonstrations(path))
-    lines = dropped_path(path).read_text(encoding="utf-8").splitlines()
-    dropped = [Dropped.model_validate_json(line) for line in lines]
+    dropped = load_dropped(path)
     later = len(times) - EPISODES_PER_JOB
     span = times[-1] - times[EPISODES_PER_JOB - 1] if later > 0 else summary.seconds
     rate = (later if later > 0 else len(times)) / max(span, 1e-3)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from ludus.core.errors import ConfigError, DataError, counted
+from ludus.core.errors import ConfigError, DataError, counted, printable
 from ludus.core.system.signals import run
 from ludus.diagnostics.calibration import choices
 from ludus.diagnostics.calibration.episodes import play_openings
@@ -136,7 +136,7 @@ def fewer_tiers(
     kept = [tier for tier in subject.tiers if tier in chosen]
     say(
         f"{len(subject.tiers)} levels: the shortest of {len(shortest)} played are "
-        f"{', '.join(kept)} (choose with --tiers)"
+        f"{', '.join(map(printable, kept))} (choose with --tiers)"
     )
     return replace(subject, tiers=kept), failing
 

@@ -47,24 +47,25 @@ async def healthy_levels(subject: Subject, player: Player) -> list[str]:
     untried: list[str] = []
     begun = time.monotonic()
     for tier in tiers:
-        left = LEVELS_S - (time.monotonic() - begun)
-        if left < min(subject.timeout_s, LEVELS_S / 2):  # a timeout would be no fault of the level
+        if time.monotonic() - begun > LEVELS_S:
             untried.append(tier)
         elif fault := await _fault(subject, tier):
             faults.setdefault(fault, []).append(tier)
     broken = [tier for those in faults.values() for tier in those]
     played = [tier for tier in tiers if tier not in broken and tier not in untried]
-    told_here = played or len(faults) > 1  # one fault of all levels is told by the other checks
+    # One fault of all levels is told by the other checks.
+    told_here = played or untried or len(faults) > 1
     for fault, those in faults.items() if told_here else ():
         subject.error(NAME, f"{named(those)}: {fault}")
     if told_here and (broken or untried):
+        wait = "" if not untried else f" in {LEVELS_S:g} s"
         subject.tell(
-            f"of {len(tiers)} levels {len(played)} can be played"
+            f"of {len(tiers)} levels {len(played)} can be played{wait}"
             + (f" ({named(played)})" if played else "")
             + (f", {len(broken)} cannot" if broken else "")
             + (f", {len(untried)} not tried ({named(untried)})" if untried else "")
         )
-    return [tier for tier in tiers if tier not in broken] if played else tiers
+    return [tier for tier in tiers if tier not in broken] or tiers
 
 
 async def _fault(subject: Subject, tier: str) -> str:
@@ -90,8 +91,10 @@ async def _fault(subject: Subject, tier: str) -> str:
         return str(error)
     except Exception as error:
         if player.at is not None:
-            return f"{player.at[0]}: {told(error, 200)}"
-        return str(error).replace(f"task({tier!r}, 0)", "task", 1)  # alike in all levels
+            return f"{player.at[0]}: {' '.join(told(error, 200).split())}"
+        return " ".join(str(error).split()).replace(
+            f"task({tier!r}, 0)", "task", 1
+        )  # alike in all levels
     finally:
         player.close()
     return ""

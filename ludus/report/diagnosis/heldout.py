@@ -48,7 +48,8 @@ def short_of_target(history: History, config: RunConfig) -> Found | None:
     return Found(
         level,
         f"SFT ended where {percent(reached[0])} of the sampled episodes succeed, of "
-        f"{percent(target)} that `sft.until.success` asks: RL has few successes to raise",
+        f"{percent(target)} that `sft.until.success` asks"
+        + (": RL has few successes to raise" if config.rl else ""),
         sentence(f"{more}show more demonstrations (`{shown}`), or begin with easier tasks"),
     )
 

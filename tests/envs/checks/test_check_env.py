@@ -190,7 +190,32 @@ async def test_levels_for_which_no_time_is_left_are_told(monkeypatch: pytest.Mon
     monkeypatch.setattr(levels, "LEVELS_S", 0.1)
     told: list[str] = []
     assert not [f for f in await check_env(Slow, 2, tell=told.append) if f.severity == "error"]
-    assert told[0] == "of 2 levels 1 can be played ('one'), 1 not tried ('two')"
+    assert told[0] == "of 2 levels 1 can be played in 0.1 s ('one'), 1 not tried ('two')"
+
+
+@pytest.mark.parametrize("seconds", [20.0, 0.1])
+async def test_a_first_level_that_hangs_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    class Hangs(faulty.Digit):
+        @classmethod
+        def tiers(cls) -> tuple[str, ...]:
+            return ("hangs", "fine")
+
+        @classmethod
+        def task(cls, tier: str | None, seed: int) -> Task:
+            return Task(id=f"{tier}/{seed}", data={"seed": seed}, tier=tier)
+
+        async def reset(self, task: Task) -> Observation:
+            if task.tier == "hangs":
+                await asyncio.sleep(60)
+            return await super().reset(task)
+
+    monkeypatch.setattr(levels, "LEVELS_S", seconds)
+    found = await check_env(Hangs, 2, timeout_s=0.5)
+    [error] = [finding for finding in found if finding.severity == "error"]
+    assert error.check == "levels"
+    assert error.detail == "'hangs': reset takes longer than 0.5 s"
 
 
 async def test_levels_that_all_fail_alike_are_told_once() -> None:
