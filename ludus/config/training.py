@@ -180,7 +180,7 @@ class SFTConfig(Section):
         if self.until is not None and self.until.min_steps >= self.steps:
             raise ValueError(
                 f"`until.min_steps` ({self.until.min_steps}) must be below `steps` ({self.steps}): "
-                "`patience` and `min_gain` would have no effect; lower it too"
+                "`patience` and `min_gain` would have no effect; lower it"
             )
         return self
 

@@ -386,7 +386,7 @@ def test_the_last_override_wins_and_takes_the_blame():
             "sft={data: x, steps: 10, until: {min_steps: 10}}",
             "override sft={data: x, steps: 10, until: {min_steps: 10}}: sft: `until.min_steps` "
             "(10) must be below `steps` (10): `patience` and `min_gain` would have no effect; "
-            "lower it too",
+            "lower it",
         ),
         (
             "sft.steps=99999999999999999999",

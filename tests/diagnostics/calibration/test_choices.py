@@ -150,7 +150,7 @@ def test_the_minutes_are_divided() -> None:
     assert planned.rl_s + planned.sft_s < 600
     assert planned.likely >= 200
     # All of SFT, or none of it: the minutes are the same.
-    sft_step = planned.sft_s / 60  # seconds, of the 60 steps that are expected
+    sft_step = planned.sft_s / 80  # seconds, of the 60 steps that are expected, and the rate's fall
     rl_step = planned.rl_s / planned.likely
     longest = planned.sft * sft_step + planned.rl * rl_step
     shortest = (planned.rl + int(planned.sft * planned.more)) * rl_step
@@ -182,8 +182,9 @@ def test_time_that_sft_will_not_need_goes_to_rl() -> None:
     assert planned.rl == 180
     assert planned.likely > 200
     quick = choices.steps(Trial(sft_step_s=0.1, curve=rising, rl_step_s=2.0), 10, 10, 10)
-    assert quick.sft == 310  # four times the 77 expected, of which half as many again count
-    assert round(quick.sft_s, 3) == 11.6
+    # Four times the 77 expected, of which half as many again count, and a third as the rate falls.
+    assert quick.sft == 310
+    assert round(quick.sft_s, 3) == 15.4
 
 
 def test_sft_goes_on_beyond_what_chance_reaches() -> None:
