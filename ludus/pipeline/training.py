@@ -319,8 +319,10 @@ class Trainer:
         decided."""
         until = self._until(stage)
         is_last = step == stage.steps
-        before = self._decision(stage, step)
-        if until is None or (not is_last and (before is not None or step % until.every)):
+        if until is None or (step % until.every and not is_last):
+            return
+        before = self._decision(stage, step)  # reads all measurements
+        if before is not None and not is_last:
             return
         with busy("evaluate"), self.timings.timed("evaluation"):
             groups, result = await sft_end.measure(self.run, until, step)
