@@ -94,8 +94,9 @@ def test_training_tasks_leave_worlds_to_hold_out() -> None:
 
 
 def test_held_out_tasks_are_as_many_as_the_minutes_allow() -> None:
-    assert choices.heldout_tasks(1e6, choices.MOST_HELDOUT) == 1024
-    assert choices.affordable_heldout(1024, 0.02, minutes=10) == 1024  # 30 s allow 1,500
+    assert choices.heldout_tasks(1e6, choices.MOST_HELDOUT) == 2048
+    assert choices.affordable_heldout(2048, 0.01, minutes=10) == 2048  # 30 s allow 3,000
+    assert choices.affordable_heldout(2048, 0.02, minutes=10) == 1472
     assert choices.affordable_heldout(1024, 0.04, minutes=10) == 736
     assert choices.affordable_heldout(1024, 0.1, minutes=10) == choices.NUM_HELDOUT
     assert choices.affordable_heldout(1024, 0.5, minutes=10) == 128
