@@ -189,12 +189,20 @@ def load_demonstrations(path: Path | str) -> Iterator[Demonstration]:
 
 
 def load_dropped(path: Path) -> list[Dropped]:
-    """Returns the episodes that gave no demonstration for the file `path`; empty without such."""
-    try:
-        lines = dropped_path(path).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    return [Dropped.model_validate_json(line) for line in lines]
+    """Returns the episodes that gave no demonstration for the file `path`; empty without such.
+
+    Errors: DataError with line number and reason.
+    """
+    dropped, found = dropped_path(path), list[Dropped]()
+    if not dropped.is_file():
+        return found
+    for number, line in enumerate(dropped.read_bytes().splitlines(), start=1):
+        try:
+            found.append(Dropped.model_validate_json(line))
+        except ValidationError as error:
+            reason = first_fault(error, whole="")
+            raise DataError(f"{dropped}, line {number}: {reason}") from None
+    return found
 
 
 def _line(record: Wire) -> str:

@@ -22,6 +22,7 @@ from ludus.data.demonstrations import (
     dropped_path,
     generate_demonstrations,
     load_demonstrations,
+    load_dropped,
 )
 from ludus.data.expert import Demonstration, run_expert
 from ludus.envs.babyai.env import BabyAI
@@ -233,3 +234,15 @@ def test_workers_that_still_start_end_without_a_traceback(
             Spec(name="babyai"), tasks, tmp_path / "d.jsonl", num_workers=2, format=interrupted
         )
     assert capfd.readouterr().err == ""
+
+
+def test_a_damaged_line_of_dropped_episodes_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "demonstrations.jsonl"
+    assert load_dropped(path) == []
+    one = Dropped(task_id="moody/1", tier=None, kind="lost", reason="reward 0")
+    dropped_path(path).write_text(f"{one.model_dump_json()}\n", encoding="utf-8")
+    assert load_dropped(path) == [one]
+    with dropped_path(path).open("a", encoding="utf-8") as file:
+        file.write("{broken\n")
+    with pytest.raises(DataError, match=r"demonstrations\.dropped\.jsonl, line 2: "):
+        load_dropped(path)
