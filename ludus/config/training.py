@@ -172,16 +172,19 @@ class SFTConfig(Section):
 
     @model_validator(mode="after")
     def _measured(self) -> SFTConfig:
+        faults = []
         if self.until is not None and self.until.every > self.steps:
-            raise ValueError(
+            faults.append(
                 f"`until.every` ({self.until.every}) must be at most `steps` ({self.steps}): SFT "
                 "would be over before its first measurement; lower it too, or set `until` to null"
             )
         if self.until is not None and self.until.min_steps >= self.steps:
-            raise ValueError(
+            faults.append(
                 f"`until.min_steps` ({self.until.min_steps}) must be below `steps` ({self.steps}): "
                 "`patience` and `min_gain` would have no effect; lower it"
             )
+        if faults:
+            raise ValueError("; ".join(faults))
         return self
 
 

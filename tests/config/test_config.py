@@ -383,6 +383,13 @@ def test_the_last_override_wins_and_takes_the_blame():
             "too, or set `until` to null",
         ),
         (
+            "sft={data: x, steps: 5, until: {min_steps: 10}}",
+            "override sft={data: x, steps: 5, until: {min_steps: 10}}: sft: `until.every` (10) "
+            "must be at most `steps` (5): SFT would be over before its first measurement; lower it "
+            "too, or set `until` to null; `until.min_steps` (10) must be below `steps` (5): "
+            "`patience` and `min_gain` would have no effect; lower it",
+        ),
+        (
             "sft={data: x, steps: 10, until: {min_steps: 10}}",
             "override sft={data: x, steps: 10, until: {min_steps: 10}}: sft: `until.min_steps` "
             "(10) must be below `steps` (10): `patience` and `min_gain` would have no effect; "

@@ -16,6 +16,7 @@ PAGE = Path(ludus.__file__).parents[1] / "docs" / "tutorial.md"
 SMALL = [
     "sft.steps=10",
     "sft.until.every=10",
+    "sft.until.min_steps=0",
     "rl.steps=2",
     "rl.groups_per_step=2",
     "demonstrations.num_episodes=64",
