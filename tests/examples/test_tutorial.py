@@ -18,6 +18,7 @@ SMALL = [
     "sft.until.every=10",
     "sft.until.min_steps=0",
     "rl.steps=2",
+    "rl.min_signal=null",
     "rl.groups_per_step=2",
     "demonstrations.num_episodes=64",
     "evaluate.num_tasks=8",
