@@ -239,6 +239,10 @@ class RLConfig(Section):
         "samples move may lose what it has learned. Null: never.",
     )
 
+    def steps_after(self, unused: int) -> int:
+        """The steps, with those added for `unused` steps of SFT."""
+        return self.steps + int(unused * self.steps_per_unused_sft_step)
+
     @model_validator(mode="after")
     def _measures_kl(self) -> RLConfig:
         if self.optimizer.target_kl is not None and self.epochs * self.minibatches < 2:

@@ -18,7 +18,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -173,19 +173,7 @@ def dropped_path(path: Path) -> Path:
 
 def load_demonstrations(path: Path | str) -> Iterator[Demonstration]:
     """Yields the demonstrations of a file. Errors: DataError with line number and reason."""
-    path = Path(path)
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    yield Demonstration.model_validate_json(line)
-                except ValidationError as error:
-                    reason = first_fault(error, whole="")
-                    raise DataError(f"{path}, line {number}: {reason}") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot read demonstrations: {error.strerror}") from error
+    return _load(Path(path), Demonstration, "demonstrations")
 
 
 def load_dropped(path: Path) -> list[Dropped]:
@@ -193,16 +181,26 @@ def load_dropped(path: Path) -> list[Dropped]:
 
     Errors: DataError with line number and reason.
     """
-    dropped, found = dropped_path(path), list[Dropped]()
-    if not dropped.is_file():
-        return found
-    for number, line in enumerate(dropped.read_bytes().splitlines(), start=1):
-        try:
-            found.append(Dropped.model_validate_json(line))
-        except ValidationError as error:
-            reason = first_fault(error, whole="")
-            raise DataError(f"{dropped}, line {number}: {reason}") from None
-    return found
+    dropped = dropped_path(path)
+    return list(_load(dropped, Dropped, "dropped episodes")) if dropped.exists() else []
+
+
+RecordType = TypeVar("RecordType", bound=Wire)
+
+
+def _load(path: Path, kind: type[RecordType], what: str) -> Iterator[RecordType]:
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield kind.model_validate_json(line)
+                except ValidationError as error:
+                    reason = first_fault(error, whole="")
+                    raise DataError(f"{path}, line {number}: {reason}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot read {what}: {error.strerror}") from error
 
 
 def _line(record: Wire) -> str:

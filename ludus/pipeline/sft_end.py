@@ -115,11 +115,10 @@ class Decision:
     last: int
 
 
-def decided(folder: RunFolder, sft: SFTConfig, step: int) -> Decision | None:
-    """The decision of the measurements up to a step to end SFT; None: it goes on."""
+def decided(sft: SFTConfig, found: Sequence[tuple[int, Evaluation]]) -> Decision | None:
+    """The decision of these measurements to end SFT; None: it goes on."""
     if sft.until is None:
         return None
-    found = measured(folder, step)
     curve = [(at, evaluation.success.value) for at, evaluation in found]
     for number, (at, evaluation) in enumerate(found, 1):
         if at >= sft.steps and at % sft.until.every:  # it ends in any case
@@ -139,7 +138,7 @@ def last_step(sft: SFTConfig, step: int) -> int:
 
 def ended(folder: RunFolder, sft: SFTConfig, step: int) -> str | None:
     """The reason why SFT ended at a step by `sft.until`; None: it did not."""
-    decision = decided(folder, sft, step)
+    decision = decided(sft, measured(folder, step))
     return decision.reason if decision is not None and step >= decision.last else None
 
 
@@ -153,7 +152,7 @@ def rl_steps(config: RunConfig, folder: RunFolder) -> int:
     ends = [at for label, at, _ in folder.evaluation_files() if label == LABEL]
     ends += [info.step for info in list_checkpoints(folder.checkpoints) if info.stage == "sft"]
     unused = max(config.sft.steps - max(ends), 0) if ends else 0
-    return config.rl.steps + int(unused * config.rl.steps_per_unused_sft_step)
+    return config.rl.steps_after(unused)
 
 
 def expected_gain(found: Sequence[Measured], steps: int, num_episodes: int) -> float:

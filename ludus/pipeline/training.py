@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ludus.config.training import SFTUntilConfig
 from ludus.core.debugging.breaks import let_go
 from ludus.core.errors import ConfigError
 from ludus.core.files import atomic_write
@@ -98,7 +97,8 @@ class Trainer:
         self._record_s = 0.0  # of the step before: its own is not over when it is recorded
         self._saved: tuple[str, int] | None = None  # stage and steps of the newest checkpoint
         self._recorded: tuple[str, int] | None = None  # of the newest step
-        self._stage: Stage | None = None
+        self._num_steps: dict[str, int] = {}  # of the stages that began; SFT may end early
+        self._sft_end: sft_end.Decision | None = None
 
     async def train(self) -> None:
         """Run all remaining stages and evaluations.
@@ -202,10 +202,13 @@ class Trainer:
             stage, self._excluded = sft_stage(run, self._observer.note)
         else:
             stage = rl_stage(self._with_unused_sft())
-        self._stage = stage
         start = 0 if checkpoint is None else checkpoint.step
-        if decision := self._decision(stage, start):
-            stage.settings = replace(stage.settings, steps=decision.last)
+        if name == "sft" and run.config.sft is not None:
+            found = sft_end.measured(run.folder, start)
+            self._sft_end = sft_end.decided(run.config.sft, found)
+            if self._sft_end is not None:
+                stage.settings = replace(stage.settings, steps=self._sft_end.last)
+        self._num_steps[name] = stage.steps
         run.backend.begin_stage(stage.settings, stage.algorithm)
         seed_random(derive_seed(run.config.seed, "stage", name))  # e.g. LoRA's dropout
         if name == "rl" and run.config.rl is not None:
@@ -317,36 +320,26 @@ class Trainer:
     async def _measure_sft(self, stage: Stage, step: int) -> None:
         """Measure the policy where `sft.until` asks for it, and set the last step where it is
         decided."""
-        until = self._until(stage)
-        is_last = step == stage.steps
-        if until is None or (step % until.every and not is_last):
+        sft = self.run.config.sft
+        if sft is None or sft.until is None or stage.name != "sft":
             return
-        before = self._decision(stage, step)  # reads all measurements
-        if before is not None and not is_last:
+        is_last = step == stage.steps
+        if not is_last and (self._sft_end is not None or step % sft.until.every):
             return
         with busy("evaluate"), self.timings.timed("evaluation"):
-            groups, result = await sft_end.measure(self.run, until, step)
+            groups, result = await sft_end.measure(self.run, sft.until, step)
         self._record_evaluation(sft_end.LABEL, step, groups, result)
-        decision = before or self._decision(stage, step)
-        if decision is not None and step < decision.last < stage.steps:
-            self.run.backend.shorten_stage(decision.last)
+        found = sft_end.measured(self.run.folder, step)
+        self._sft_end = decision = self._sft_end or sft_end.decided(sft, found)
+        if is_last or decision is not None:
+            successes = [evaluation.success.value for _, evaluation in found]
+            self._observer.note(sft_end.told(sft.until, decision, step, successes))
         if decision is not None:
             stage.settings = replace(stage.settings, steps=decision.last)
-        if is_last or decision is not None:
-            found = sft_end.measured(self.run.folder, step)
-            successes = [evaluation.success.value for _, evaluation in found]
-            self._observer.note(sft_end.told(until, decision, step, successes))
-        if decision is not None and step < decision.last:
-            self._observer.stage(stage.name, decision.last, step)
-
-    def _decision(self, stage: Stage, step: int) -> sft_end.Decision | None:
-        """The end of SFT by the measurements up to a step; None for another stage."""
-        sft = self.run.config.sft
-        return sft_end.decided(self.run.folder, sft, step) if sft and stage.name == "sft" else None
-
-    def _until(self, stage: Stage) -> SFTUntilConfig | None:
-        sft = self.run.config.sft
-        return sft.until if sft and stage.name == "sft" else None
+            self._num_steps[stage.name] = decision.last
+            if step < decision.last:
+                self.run.backend.shorten_stage(decision.last)
+                self._observer.stage(stage.name, decision.last, step)
 
     # Results
 
@@ -374,8 +367,7 @@ class Trainer:
             too_long = len(self._excluded)
             metrics |= sft_metrics(len(run.conversations) - too_long, too_long, run.folder)
         self._signal.add(metrics.get(METRIC))
-        own = self._stage is not None and self._stage.name == stage  # SFT may be shortened
-        num_steps = self._stage.steps if own and self._stage else getattr(run.config, stage).steps
+        num_steps = self._num_steps.get(stage) or getattr(run.config, stage).steps
         metrics |= self._budget.step(metrics["rollout/tokens"], num_steps - step - 1)
         self._latest = metrics
         self._store.record_step(

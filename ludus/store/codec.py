@@ -95,8 +95,6 @@ def _unescape(value: Any) -> Any:
 
 def escape_text(text: str) -> str:
     """Returns text valid in every database; `unescape_text` restores the original."""
-    if not _UNSAFE.search(text):
-        return text
     return _UNSAFE.sub(lambda hit: "\\\\" if hit[0] == "\\" else f"\\u{ord(hit[0]):04x}", text)
 
 

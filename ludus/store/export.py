@@ -211,7 +211,7 @@ def _segment(segment: Segment, decode: Decode | None) -> dict[str, Any]:
 
 def _chat(message: Message) -> dict[str, Any]:
     """Returns a message as a dictionary without default fields, but always with its content."""
-    return {"role": message.role, "content": "", **message.model_dump(exclude_defaults=True)}
+    return {"role": message.role, "content": "", **message.to_json()}
 
 
 def _sft(

@@ -14,6 +14,7 @@ from ludus.config.training import OptimizerConfig, SFTConfig, SFTUntilConfig
 from ludus.core.types import Message, Task
 from ludus.data.conversations import Conversation
 from ludus.data.demonstrations import Dropped, dropped_path
+from ludus.evaluate import Evaluation
 from ludus.pipeline import sft_end
 from ludus.pipeline.build import Run
 from ludus.pipeline.sft_end import (
@@ -165,21 +166,19 @@ def test_tasks_that_the_expert_failed_are_not_measured(tmp_path: Path) -> None:
     assert {task.id for task in unseen(cast(Run, run), 20)} == {t.id for t in train[90:]}
 
 
-def test_a_decision_stays_when_the_distance_of_measurements_changes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def result(success: float) -> SimpleNamespace:
-        return SimpleNamespace(success=SimpleNamespace(value=success), num_episodes=128)
+def test_a_decision_stays_when_the_distance_of_measurements_changes() -> None:
+    def result(success: float) -> Evaluation:
+        estimate = SimpleNamespace(value=success)
+        return cast(Evaluation, SimpleNamespace(success=estimate, num_episodes=128))
 
     found = [(5, result(0.1)), (10, result(0.6)), (14, result(0.8))]
-    monkeypatch.setattr(sft_end, "measured", lambda folder, step: found)
     for every in (5, 4):
         sft = SFTConfig(steps=24, until=SFTUntilConfig(success=0.3, every=every))
-        decision = decided(RunFolder(tmp_path), sft, 14)
+        decision = decided(sft, found)
         assert decision is not None
         assert (decision.step, decision.last) == (10, 10)
     at_the_end = SFTConfig(steps=14, until=SFTUntilConfig(success=0.65, every=5))
-    assert decided(RunFolder(tmp_path), at_the_end, 14) is None, "all of its steps"
+    assert decided(at_the_end, found) is None, "all of its steps"
 
 
 def test_steps_that_sft_leaves_are_added_to_those_of_rl(

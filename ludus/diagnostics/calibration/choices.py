@@ -337,11 +337,6 @@ class Steps:
     rl_s: float
     every: int
 
-    @property
-    def most_rl(self) -> int:
-        """Steps of RL where SFT takes none of its own."""
-        return self.rl + int(self.sft * self.more)
-
 
 def expected_sft(trial: Trial, success: float) -> int | None:
     """Steps of SFT until `success`, by a straight line through the last half of the trial's curve,

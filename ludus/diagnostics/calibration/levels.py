@@ -16,6 +16,7 @@ from ludus.diagnostics.calibration.episodes import play_openings
 from ludus.diagnostics.calibration.expert import Expert, in_a_line, play_expert
 from ludus.diagnostics.calibration.subject import MAX_TIERS, Subject
 from ludus.diagnostics.calibration.warnings import FEW
+from ludus.envs.checks.levels import named
 
 EXPERT_S = 12.0
 """Seconds for the expert's episodes."""
@@ -185,6 +186,4 @@ def no_demonstration(subject: Subject, expert: Expert) -> str:
 def _of_levels(subject: Subject, expert: Expert) -> str:
     """` in levels 'a', 'b'` of the dropped episodes; empty without levels."""
     tiers = list(expert.dropped_of(subject.tiers))
-    more = f" and {len(tiers) - MOST_TOLD} more" if len(tiers) > MOST_TOLD else ""
-    named = ", ".join(map(repr, tiers[:MOST_TOLD])) + more
-    return f" in level{'s' if len(tiers) > 1 else ''} {named}" if tiers else ""
+    return f" in level{'s' if len(tiers) > 1 else ''} {named(tiers)}" if tiers else ""

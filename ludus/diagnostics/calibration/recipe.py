@@ -61,10 +61,7 @@ def write_conversations(conversations: list[Conversation], path: Path) -> None:
     """Write the questions and answers of a data set as conversations, for `sft.data`."""
     from ludus.core.files import atomic_write
 
-    rows = [
-        {"id": c.task.id, "messages": [m.model_dump(exclude_defaults=True) for m in c.messages]}
-        for c in conversations
-    ]
+    rows = [{"id": c.task.id, "messages": [m.to_json() for m in c.messages]} for c in conversations]
     atomic_write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 

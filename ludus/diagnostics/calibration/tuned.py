@@ -13,7 +13,7 @@ from ludus.diagnostics.calibration import choices
 from ludus.diagnostics.calibration.trials.dtypes import at_dtype
 from ludus.diagnostics.calibration.trials.rl import groups_of
 from ludus.diagnostics.calibration.trials.trial import Trial
-from ludus.pipeline.monitoring.rl_end import WINDOW
+from ludus.pipeline.monitoring.rl_end import can_end
 
 MAX_DEMONSTRATIONS = 6000
 """Most demonstrations of a recipe."""
@@ -140,7 +140,6 @@ def with_choices(
                 "groups_per_step": groups,
                 "minibatches": minibatches,
                 "min_success_to_stop": choices.STOP if success >= choices.NEARLY_ALL else None,
-                "min_signal": choices.MIN_SIGNAL if planned.most_rl > WINDOW else None,
                 "optimizer": config.rl.optimizer.model_copy(
                     update={"warmup_steps": min(10, planned.likely // 5)}
                     | (held if minibatches > 1 else free)
@@ -159,6 +158,8 @@ def with_choices(
         updates["demonstrations"] = config.demonstrations.model_copy(
             update={"num_episodes": max(number, 1), "num_workers": os.cpu_count() or 2}
         )
+    if can_end(updates["rl"], updates["sft"]):
+        updates["rl"] = updates["rl"].model_copy(update={"min_signal": choices.MIN_SIGNAL})
     config = config.model_copy(update=updates)
     return at_dtype(config, trial.dtype) if trial.step_s else config, planned
 

@@ -69,7 +69,7 @@ async def healthy_levels(subject: Subject, player: Player) -> list[str]:
 
 
 async def _fault(subject: Subject, tier: str) -> str:
-    """What goes wrong in the first episode of a level; empty: nothing."""
+    """The fault of a level's first episode; empty: none."""
     player = Player(subject.make, subject.timeout_s, lambda *_: None)
     begun = time.monotonic()
 

@@ -27,8 +27,7 @@ METRIC = "train/groups_with_advantage"
 
 def can_end(rl: RLConfig, sft: SFTConfig | None) -> bool:
     """True where RL may have more than WINDOW steps, with those that SFT leaves unused."""
-    unused = sft.steps if sft is not None else 0
-    return rl.steps + int(rl.steps_per_unused_sft_step * unused) > WINDOW
+    return rl.steps_after(sft.steps if sft is not None else 0) > WINDOW
 
 
 class Signal:

@@ -13,7 +13,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import faulty_envs as faulty
 import pytest
@@ -173,16 +173,22 @@ async def test_the_outcome_of_each_level_is_told() -> None:
     assert told[1].startswith("the expert wins 6 of 6 tasks")
 
 
+class Tiered(faulty.Digit):
+    """Two levels of the same digits."""
+
+    names: ClassVar[tuple[str, ...]] = ("one", "two")
+
+    @classmethod
+    def tiers(cls) -> tuple[str, ...]:
+        return cls.names
+
+    @classmethod
+    def task(cls, tier: str | None, seed: int) -> Task:
+        return Task(id=f"{tier}/{seed}", data={"seed": seed}, tier=tier)
+
+
 async def test_levels_for_which_no_time_is_left_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(faulty.Digit):
-        @classmethod
-        def tiers(cls) -> tuple[str, ...]:
-            return ("one", "two")
-
-        @classmethod
-        def task(cls, tier: str | None, seed: int) -> Task:
-            return Task(id=f"{tier}/{seed}", data={"seed": seed}, tier=tier)
-
+    class Slow(Tiered):
         async def reset(self, task: Task) -> Observation:
             await asyncio.sleep(0.1)
             return await super().reset(task)
@@ -197,14 +203,8 @@ async def test_levels_for_which_no_time_is_left_are_told(monkeypatch: pytest.Mon
 async def test_a_first_level_that_hangs_hides_no_other(
     monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    class Hangs(faulty.Digit):
-        @classmethod
-        def tiers(cls) -> tuple[str, ...]:
-            return ("hangs", "fine")
-
-        @classmethod
-        def task(cls, tier: str | None, seed: int) -> Task:
-            return Task(id=f"{tier}/{seed}", data={"seed": seed}, tier=tier)
+    class Hangs(Tiered):
+        names = ("hangs", "fine")
 
         async def reset(self, task: Task) -> Observation:
             if task.tier == "hangs":
