@@ -14,6 +14,7 @@ from ludus.cli.options import (
     Run,
     RunsDir,
     StoreUrl,
+    located_run,
     open_store,
     recorded,
     show_on_screen,
@@ -83,6 +84,7 @@ def show(
 
     if metrics and (failed or id):
         raise ConfigError("--metrics has no effect beside an id or --failed: leave one out")
+    run, runs_dir = located_run(run, runs_dir)
     with open_store(runs_dir, store) as opened, recorded(run, runs_dir):
         is_list = id is None or find_place(opened, run, id) is not None
         if failed and not is_list:
@@ -141,6 +143,7 @@ def export(
     """Write a run's trajectories, steps, or an SFT data set to a file."""
     from ludus.store.export import export as write
 
+    run, runs_dir = located_run(run, runs_dir)
     with open_store(runs_dir, store) as opened, recorded(run, runs_dir):
         written = write(
             opened,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,7 +29,7 @@ RunsDir = Annotated[str, typer.Option("--runs-dir", help="Folder of the runs.")]
 StoreUrl = Annotated[
     str | None, typer.Option("--store", help="URL of the run store, if not SQLite in runs-dir.")
 ]
-Run = Annotated[str, typer.Argument(help="A run's id (see `ludus runs`).")]
+Run = Annotated[str, typer.Argument(help="A run's id (see `ludus runs`), or its folder.")]
 Checkpoint = Annotated[
     str | None,
     typer.Option("--checkpoint", help="best, latest, or a name, e.g. rl-000100; default: latest."),
@@ -82,25 +81,13 @@ def check(config: Any, recipe: str, overrides: Sequence[str] | None) -> None:
 
 @contextmanager
 def named_origins(recipe: str, overrides: Sequence[str] | None) -> Iterator[None]:
-    """Put the override or the recipe before each line of a ConfigError."""
+    """Put the override, or the recipe with the line, to each line of a ConfigError."""
+    from ludus.config.load import located
+
     try:
         yield
     except ConfigError as error:
-        lines = [f"{_origin(line, recipe, overrides)}: {line}" for line in str(error).splitlines()]
-        raise ConfigError("\n".join(lines)) from None
-
-
-def _origin(line: str, recipe: str, overrides: Sequence[str] | None) -> str:
-    """The override that a message's dotted key comes from, else the recipe."""
-    from ludus.config.secrets import shown_override
-
-    match = re.match(r"[\w.]+", line)
-    place = f"{match[0]}." if match else ""
-    for override in reversed(overrides or []):
-        key = override.partition("=")[0].strip().removesuffix(".name") + "."
-        if place.startswith(key) or place.removesuffix("name.") == key:
-            return f"override {shown_override(override)}"
-    return recipe
+        raise ConfigError(located(recipe, overrides or (), str(error))) from None
 
 
 def open_store(runs_dir: str, url: str | None) -> Any:
@@ -138,6 +125,16 @@ def unfinished(store: Any, runs_dir: str, run: str | None = None) -> list[str]:
                 f"{resume_command(folder)}"
             )
     return lines
+
+
+def located_run(run: str, runs_dir: str) -> tuple[str, str]:
+    """Returns a run's id and the folder of its runs; `run` is an id, or the path of its folder."""
+    folder = Path(run)
+    of_runs_dir = folder.name == run and (Path(runs_dir) / run).is_dir()
+    if of_runs_dir or not (folder / "config.yaml").is_file():
+        return run, runs_dir
+    folder = folder if folder.name else folder.resolve()
+    return folder.name, str(folder.parent)
 
 
 @contextmanager

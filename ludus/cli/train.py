@@ -301,6 +301,7 @@ def plan(
     from ludus.diagnostics.plan_lines import lines
 
     config = load(recipe, overrides)
+    check(config, recipe, overrides)
     on, usage = find_hardware(hardware, config.model), measure(config)
     estimate = planning.plan(
         config,
@@ -314,6 +315,8 @@ def plan(
     )
     if usage is None and fill is None:
         typer.echo("no expert: episodes are taken to use all turns and the whole context (--fill)")
+    if usage is not None and usage.failed:
+        typer.echo(usage.failed)
     for line in lines(config, estimate):
         typer.echo(line)
     if not estimate.fits:
@@ -336,7 +339,9 @@ def _simulate(
     prefix = "cluster."
     changes = [item.removeprefix(prefix) for item in overrides if item.startswith(prefix)]
     spec = load_spec(cluster, changes)
-    config = load(recipe, [item for item in overrides if not item.startswith(prefix)], runs_dir)
+    of_run = [item for item in overrides if not item.startswith(prefix)]
+    config = load(recipe, of_run, runs_dir)
+    check(config, recipe, of_run)
 
     from ludus.diagnostics.episodes import measure
     from ludus.diagnostics.simulation import plan as simulation

@@ -85,6 +85,25 @@ def load_as(
     return config
 
 
+def located(source: Source, overrides: Sequence[str], faults: str) -> str:
+    """Returns faults, one a line, each of which begins with a dotted key, with their origins: the
+    override, or the file and the line. `load_config` accepted `source` and `overrides`."""
+    raw = _read(source)
+    data = _plain(raw.data, (), [], raw)
+    for override in overrides:
+        path, data = apply_override(data, override)
+        raw.mark(path, override)
+    return "\n".join(raw.message(_key(fault, raw), fault) for fault in faults.splitlines())
+
+
+def _key(fault: str, raw: _Raw) -> PathKey:
+    """The dotted key that a fault begins with; of a plug-in whose name an override gives, that."""
+    found = re.match(r"\w+(\.\w+)*", fault)
+    parts = found[0].split(".") if found else []
+    path = tuple(int(part) if part.isdecimal() else part for part in parts)
+    return (*path, "name") if (*path, "name") in raw.overridden else path
+
+
 def _needs(schema: type[BaseModel]) -> str:
     """The keys without which a file of this kind cannot be, in words."""
     needed = [f"`{name}`" for name, field in schema.model_fields.items() if field.is_required()]

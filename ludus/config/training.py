@@ -133,13 +133,19 @@ class SFTUntilConfig(Section):
         0,
         ge=0,
         description="Steps before which `patience` and `min_gain` do not end SFT: success that is "
-        "still that of chance has no trend. Below the stage's `steps`.",
+        "still that of chance has no trend. At most the "
+        "step of the last measurement before SFT's end.",
     )
     every: int = Field(
         10, ge=1, description="Steps between measurements; at most the stage's `steps`."
     )
     num_tasks: int = Field(32, ge=1, description="Tasks of a measurement, always the same.")
     samples_per_task: int = Field(4, ge=1, description="Episodes per task.")
+
+
+def last_measured(steps: int, every: int) -> int:
+    """Returns the step after which SFT's last measurement before its end comes; 0: none does."""
+    return (steps - 1) // every * every
 
 
 class SFTConfig(Section):
@@ -172,16 +178,21 @@ class SFTConfig(Section):
 
     @model_validator(mode="after")
     def _measured(self) -> SFTConfig:
+        if self.until is None:
+            return self
         faults = []
-        if self.until is not None and self.until.every > self.steps:
+        last = last_measured(self.steps, self.until.every)
+        if self.until.every > self.steps:
             faults.append(
                 f"`until.every` ({self.until.every}) must be at most `steps` ({self.steps}): SFT "
                 "would be over before its first measurement; lower it too, or set `until` to null"
             )
-        if self.until is not None and self.until.min_steps >= self.steps:
+            last = self.steps - 1
+        if self.until.min_steps > last:
             faults.append(
-                f"`until.min_steps` ({self.until.min_steps}) must be below `steps` ({self.steps}): "
-                "`patience` and `min_gain` would have no effect; lower it"
+                f"`until.min_steps` ({self.until.min_steps}) must be at most {last}: no "
+                f"measurement comes later, before the end of {self.steps} `steps`, so `patience` "
+                "and `min_gain` would have no effect"
             )
         if faults:
             raise ValueError("; ".join(faults))

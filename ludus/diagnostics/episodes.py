@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 from huggingface_hub import try_to_load_from_cache
 
 from ludus.config.schema import RunConfig
-from ludus.core.errors import ConfigError, EnvError, LudusError
+from ludus.core.errors import ConfigError, EnvError, LudusError, counted
 from ludus.core.modules import own_frame, told
 from ludus.core.system.signals import run
 from ludus.core.types import Task, ToolCall
@@ -53,7 +53,8 @@ class Usage:
 
     Tokens: `prompt` before the first turn, then `observed` and `sampled` a turn. Seconds: `reset_s`
     and `step_s` of the environment, `expert_s` of a whole episode with its expert, without the
-    tools. `calls`: tool calls, where the expert runs its code in each episode that may.
+    tools. `calls`: tool calls, where the expert runs its code in each episode that may. `failed`:
+    episodes that could not be played, in words; empty: none.
     """
 
     prompt: float
@@ -64,12 +65,14 @@ class Usage:
     step_s: float = 0.0
     expert_s: float = 0.0
     calls: float = 0.0
+    failed: str = ""
 
 
 def measure(config: RunConfig) -> Usage | None:
     """Check a recipe as `ludus debug` does and play its expert; None without an expert.
 
-    Errors: ConfigError, DataError for wrong arguments, tiers and files.
+    Errors: ConfigError, DataError for wrong arguments, tiers and files, and where no episode can be
+    played.
     """
     config = local(config)
     check(config)
@@ -85,7 +88,7 @@ def measure(config: RunConfig) -> Usage | None:
     if config.env is None:
         return None
     clock = _Clock()
-    played = run(_play(config, train, clock))
+    played, failed = run(_play(config, train, clock))
     if not played:
         return None
     conversations, _ = read_conversations(config.model_copy(update={"sft": None}), played, train)
@@ -111,6 +114,7 @@ def measure(config: RunConfig) -> Usage | None:
         step_s=clock.seconds("step"),
         expert_s=clock.seconds("all"),
         calls=clock.tool_calls / len(played),
+        failed=failed,
     )
 
 
@@ -132,7 +136,9 @@ def local(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-async def _play(config: RunConfig, tasks: Sequence[Task], clock: _Clock) -> list[Demonstration]:
+async def _play(
+    config: RunConfig, tasks: Sequence[Task], clock: _Clock
+) -> tuple[list[Demonstration], str]:
     """`_played`, with the tools that run the expert's code in the format `code`."""
     if "code" not in {config.rollout.format, *formats_of(config).values()}:
         return await _played(config, tasks, clock, None)
@@ -142,11 +148,15 @@ async def _play(config: RunConfig, tasks: Sequence[Task], clock: _Clock) -> list
 
 async def _played(
     config: RunConfig, tasks: Sequence[Task], clock: _Clock, toolbox: Toolbox | None
-) -> list[Demonstration]:
-    """Episodes that the expert finished, while there is patience."""
+) -> tuple[list[Demonstration], str]:
+    """Episodes that the expert finished, while there is patience, and in words those that failed.
+
+    Errors: ConfigError where all fail.
+    """
     spec = config.env
     assert spec is not None
     played: list[Demonstration] = []
+    faults: list[str] = []
     started = time.perf_counter()
     envs = LocalEnvs(spec)
     tasks = [task for task in tasks if envs.spec_of(task)]
@@ -165,14 +175,21 @@ async def _played(
         except (NoExpert, NotImplementedError):
             continue
         except EnvError as error:
-            raise ConfigError(f"env: {spec.name}: task {task.id}: {error}") from error
+            faults.append(f"task {task.id}: {error}")
         except LudusError:
             raise
         except Exception as error:
             if own_frame(error) is None:  # our fault: its traceback tells the place
                 raise
-            raise ConfigError(f"env: {spec.name}: task {task.id}: {told(error)}") from error
-    return played
+            faults.append(f"task {task.id}: {told(error)}")
+    if faults and not played:
+        raise ConfigError(f"env: {spec.name}: {faults[0]}")
+    return played, (
+        f"{len(faults)} of {counted(len(faults) + len(played), 'episode')} of the expert failed "
+        f"({faults[0]}): the estimate is of the others"
+        if faults
+        else ""
+    )
 
 
 class _Clock:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ludus.config.schema import RunConfig
+from ludus.config.training import last_measured
 from ludus.core.errors import ConfigError
 
 LIMITS: dict[str, dict[str, Any]] = {
@@ -57,9 +58,9 @@ def limited(section: Mapping[str, Any], limits: Mapping[str, Mapping[str, Any]])
     sft = result.get("sft") or {}
     if isinstance(until := sft.get("until"), Mapping) and "every" in until and "steps" in sft:
         steps = sft["steps"]
-        fitting = {"every": min(until["every"], steps)}
-        fitting |= {"min_steps": min(until.get("min_steps", 0), steps - 1)}
-        result["sft"] = {**sft, "until": {**until, **fitting}}
+        every = min(until["every"], steps)
+        least = min(until.get("min_steps", 0), last_measured(steps, every))
+        result["sft"] = {**sft, "until": {**until, "every": every, "min_steps": least}}
     return result
 
 

@@ -103,7 +103,7 @@ async def run_episode(thread: EnvThread, episode: Episode) -> None:
     try:
         for attempt in range(1 + config.max_retries):
             if attempt:
-                _tell_retry(episode.retries, trajectory, attempt)
+                _tell_retry(episode, attempt)
                 session.close()
             session.start()
             if tools is not None:
@@ -167,10 +167,11 @@ MAX_REASONS = 10
 """Reasons of retries that are counted, and told, each for itself."""
 
 
-def _tell_retry(retries: Counter[str], trajectory: Trajectory, attempt: int) -> None:
+def _tell_retry(episode: Episode, attempt: int) -> None:
     """Log a retry. A fault of an agent or an environment is that of all its episodes: after three
     times, one reason is told at the 10th, the 100th, and so on. Texts that differ in each episode
     count as one reason from the 10th on."""
+    trajectory, retries = episode.session.trajectory, episode.retries
     status, error = trajectory.status.value, trajectory.error
     reason = f"{status} {error}"[:200]
     if reason not in retries and len(retries) >= MAX_REASONS:
@@ -179,8 +180,9 @@ def _tell_retry(retries: Counter[str], trajectory: Trajectory, attempt: int) -> 
     num = retries[reason]
     if num <= 3 or str(num).strip("0") == "1":
         fields = {"attempt": attempt + 1, "status": status, "error": error}
+        tier = {"tier": episode.task.tier} if episode.task.tier is not None else {}
         again = {"times": num} if num > 3 else {}
-        log.warning("retrying episode", trajectory=trajectory.id, **fields, **again)
+        log.warning("retrying episode", trajectory=trajectory.id, **tier, **fields, **again)
 
 
 def _span(episode: Episode, attempt: int) -> Span:

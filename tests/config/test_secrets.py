@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,10 +72,12 @@ def test_no_message_shows_a_wrong_override(override: str) -> None:
     assert "hunter2" not in shown
 
 
-def test_errors_of_a_check_name_the_override_without_its_value() -> None:
+def test_errors_of_a_check_name_the_override_without_its_value(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("seed: 3\n", encoding="utf-8")
     with (
         pytest.raises(ConfigError, match=r"^override notify=\*\*\*: notify\.0: wrong$"),
-        named_origins("recipe.yaml", ["notify=[slak://hunter2]"]),
+        named_origins(str(recipe), ["notify=[slak://hunter2]"]),
     ):
         raise ConfigError("notify.0: wrong")
     assert shown_override("seed=3") == "seed=3"

@@ -422,3 +422,31 @@ def test_an_environment_that_raises_is_told_with_its_task(tmp_path: Path) -> Non
     config = recipe(f"env={path}:Mine", "tasks.train.args.tiers=null", "tasks.heldout=null")
     with pytest.raises(ConfigError, match=r"task mine/0: KeyError: 'lever' \[mine.py, line 8\]"):
         measure(config)
+
+
+def test_an_environment_that_raises_in_some_tasks_is_planned_by_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from ludus.envs.base import Env\n"
+        "from ludus.core.types import Message, Observation, StepResult, Task\n"
+        "class Mine(Env):\n"
+        "    @classmethod\n"
+        "    def task(cls, tier, seed):\n"
+        "        return Task(id=f'mine/{seed}', data={'seed': seed})\n"
+        "    async def reset(self, task):\n"
+        "        self.doors = {} if task.data['seed'] % 4 else {'lever': 1}\n"
+        "        return Observation(messages=[Message(role='user', content='pull')])\n"
+        "    async def step(self, action):\n"
+        "        return StepResult(messages=[], reward=float(1 / (1 - len(self.doors))),\n"
+        "                          terminated=True)\n"
+        "    def expert_action(self):\n"
+        "        return 'lever'\n"
+    )
+    changes = [f"env={path}:Mine", "tasks.train.args.tiers=null", "tasks.heldout=null"]
+    found = measure(recipe(*changes, "tasks.train.args.num_tasks=20"))
+    assert found is not None
+    assert found.turns == 1
+    assert found.failed == (
+        "5 of 20 episodes of the expert failed (task mine/0: ZeroDivisionError: division by zero "
+        "[mine.py, line 11]): the estimate is of the others"
+    )

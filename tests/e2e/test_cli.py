@@ -110,6 +110,7 @@ def test_runs_and_show(reference: Ludus) -> None:
     assert "rl-000000: " in listed
     assert "evaluate/after-000000: " in reference("show", "tiny-1", "--failed").ok().out
     assert "train/padding" in reference("show", "tiny-1", "--metrics").ok().out
+    assert reference("show", "runs/tiny-1").ok().out == reference("show", "tiny-1").ok().out
     assert "train/padding" not in shown
     reference("show", "tiny-1", row.id, "--failed").refused(2, "--failed needs a stage, a step")
     reference("show", "tiny-1", "rl-000000", "--metrics").refused(2, "--metrics has no effect")

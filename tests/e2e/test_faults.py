@@ -105,6 +105,22 @@ def test_a_wrong_recipe(ludus: Ludus) -> None:
     assert not (ludus.cwd / "runs").exists(), "no run was begun"
 
 
+@pytest.mark.parametrize("verb", ["plan", "train"])
+def test_a_setting_without_effect_is_told_with_file_and_line(ludus: Ludus, verb: str) -> None:
+    recipe = ludus.cwd / "recipe.yaml"
+    text = Path(BABYAI).read_text().replace("checkpoint:\n", "checkpoint:\n  metric: absent\n")
+    recipe.write_text(text)
+    line = text.splitlines().index("  metric: absent") + 1
+    ludus(verb, "recipe.yaml", "rollout.temperature=0", "env=babyay").refused(
+        2,
+        "override env=babyay: env.name: 'babyay' is not a known env (did you mean babyai?)",
+        "override rollout.temperature=0: rollout.temperature: 0 is greedy",
+    )
+    ludus(verb, "recipe.yaml").refused(
+        2, "recipe.yaml: checkpoint.metric: 'absent'", f"[line {line}]"
+    )
+
+
 def test_malformed_lines(ludus: Ludus) -> None:
     good = [{"prompt": f"say {n}", "answer": str(n)} for n in range(3)]
     lines = [*map(json.dumps, good), '{"prompt": "say', '{"prompt": 3, "answer": "x"}']

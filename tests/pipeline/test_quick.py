@@ -47,7 +47,7 @@ def test_measurements_of_sft_are_not_rarer_than_its_end() -> None:
     assert config.sft.until is not None
     assert config.sft.until.every == config.sft.steps == 2
     assert "sft.until.every: 20 -> 2" in notes
-    assert "sft.until.min_steps: 5 -> 1" in notes
+    assert "sft.until.min_steps: 5 -> 0" in notes
 
 
 def test_what_differs_is_told() -> None:

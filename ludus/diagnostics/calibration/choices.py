@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ludus.config.training import last_measured
 from ludus.diagnostics.calibration.trials.trial import Trial
 from ludus.pipeline.sft_end import FALL, LEAST_UNSEEN, recent
 
@@ -244,12 +245,13 @@ def measure_every(trial: Trial, success: float, share: float = MEASURED) -> int:
     return every if reached is None else min(every, max(10 * (reached // 20), 10))
 
 
-def min_steps(trial: Trial, steps: int) -> int:
+def min_steps(trial: Trial, steps: int, every: int) -> int:
     """Steps of SFT before which no plateau ends it: those of the trial, which measured more, and at
-    most half. letter_counting stood at the 16 % of chance until step 150, where a line through its
-    measurements promised nothing, and the trial had 48 % after 292 (docs/log.md)."""
+    most half, with a measurement after them. letter_counting stood at the 16 % of chance until step
+    150, where a line through its measurements promised nothing, and the trial had 48 % after 292
+    (docs/log.md)."""
     last = trial.curve[-1][0] if trial.curve else 0
-    return min(last, steps // 2)
+    return min(last, steps // 2, last_measured(steps, every))
 
 
 def patience(steps: int, every: int, least: int) -> int:

@@ -110,6 +110,11 @@ class Expert:
                 found.setdefault(one.tier, []).append(one)
         return found
 
+    def played_of(self, tier: str) -> int:
+        """The number of episodes of a tier, with or without a demonstration."""
+        shown = sum(one.tier == tier for one in self.demonstrations)
+        return shown + sum(one.tier == tier for one in self.dropped)
+
     @property
     def failed(self) -> Counter[str]:
         """The number of dropped episodes, by kind."""

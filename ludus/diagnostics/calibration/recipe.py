@@ -148,6 +148,9 @@ def _tasks(c: Calibration) -> Iterator[Line]:
     if 0 < len(c.subject.tiers) < len(levels):
         told += f", in {len(c.subject.tiers)} of {len(levels)} levels"
     told += "".join(f"; not {tier}: {c.broken[tier]}" for tier in list(c.broken)[:MOST_TOLD])
+    for tier, dropped in list(c.expert.dropped_of(c.subject.tiers).items())[:MOST_TOLD]:
+        share = len(dropped) / c.expert.played_of(tier)
+        told += f"; of {tier}'s, the expert cannot play or loses {share:.0%}"
     yield "train", of_task(c.config.tasks.train), " ".join(told.split())
     if c.config.tasks.heldout is not None:
         yield "heldout", of_task(c.config.tasks.heldout), ""

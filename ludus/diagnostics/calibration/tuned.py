@@ -118,7 +118,7 @@ def with_choices(
             "every": every,
             "patience": patience,
             "min_gain": choices.MIN_GAIN,
-            "min_steps": choices.min_steps(trial, planned.sft),
+            "min_steps": choices.min_steps(trial, planned.sft, every),
         }
     )
     minibatches = choices.minibatches(groups * config.rl.group_size)

@@ -60,10 +60,9 @@ FEW = 50
 
 def of_expert(expert: Expert, levels: Sequence[str] = ()) -> Iterator[str]:
     """Yields what the expert's episodes foretell. `levels`: those of the recipe."""
-    shown = Counter(one.tier for one in expert.demonstrations)
     by_level = expert.dropped_of(levels)
     for tier, dropped in by_level.items():
-        played = shown[tier] + len(dropped)
+        played = expert.played_of(tier)
         yield (
             f"level {tier!r}: {len(dropped) / played:.0%} of {counted(played, 'episode')} of the "
             f"expert gave no demonstration: {_by_kind(dropped)}: {in_a_line(dropped[0].reason)}"

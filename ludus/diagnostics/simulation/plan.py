@@ -124,6 +124,8 @@ def inputs_of(
             runs[name] = read_run(name, key, config.store, runs_dir)
     played = runs.get(spec.episodes.measured or spec.costs.measured or "")
     workload, notes = _workload(config, spec, usage, fill, played)
+    if usage is not None and usage.failed:
+        notes.append(f"episodes: {usage.failed}")
     if others := [name for name, policy in config.policies.items() if policy.endpoint is None]:
         told = f"{', '.join(others)} not simulated: all samplers are the policy's"
         notes.insert(0, f"policies: {told}")

@@ -14,7 +14,8 @@ from itertools import zip_longest
 from typing import Any, cast
 
 from ludus.config.schema import RunConfig
-from ludus.core.errors import EnvError, LudusError, described
+from ludus.core.errors import EnvError, LudusError
+from ludus.core.modules import told
 from ludus.core.types import Message, Observation, StepResult, Task
 from ludus.data.expert import CodeBlocks, Demonstration, run_expert
 from ludus.envs import ENVS
@@ -277,7 +278,7 @@ async def play_one(
     except LudusError as error:
         played.error = str(error)
     except Exception as error:
-        played.error = described(error)
+        played.error = told(error)
     return played
 
 

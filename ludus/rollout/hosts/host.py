@@ -18,8 +18,8 @@ from ludus.core.errors import (
     LudusError,
     ToolError,
     Unscorable,
-    described,
 )
+from ludus.core.modules import told
 from ludus.core.types import (
     NO_ENV,
     Message,
@@ -181,7 +181,7 @@ class HostedEnv:
         except (EnvError, ToolError, EpisodeTimeout, Unscorable, BdbQuit):
             raise
         except Exception as error:
-            raise EnvError(f"the environment's {name} raised {described(error)}") from error
+            raise EnvError(f"the environment's {name} raised {told(error)}") from error
         finally:
             self.seconds += time.perf_counter() - started
 

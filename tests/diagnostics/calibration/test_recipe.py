@@ -102,9 +102,11 @@ def test_sft_is_measured_before_it_ends() -> None:
 
 def test_a_plateau_ends_sft_only_after_the_steps_of_the_trial() -> None:
     curve = [(292, 0.48), (382, 0.43), (502, 0.52)]
-    assert choices.min_steps(Trial(curve=curve), 1900) == 502
-    assert choices.min_steps(Trial(curve=curve), 800) == 400
-    assert choices.min_steps(Trial(), 800) == 0
+    assert choices.min_steps(Trial(curve=curve), 1900, 20) == 502
+    assert choices.min_steps(Trial(curve=curve), 800, 20) == 400
+    assert choices.min_steps(Trial(curve=curve), 800, 500) == 400
+    assert choices.min_steps(Trial(curve=curve), 800, 800) == 0  # no measurement comes later
+    assert choices.min_steps(Trial(), 800, 20) == 0
 
 
 def test_a_target_that_is_not_expected_is_said_beside_it() -> None:
