@@ -180,6 +180,11 @@ def recent(successes: Sequence[float]) -> float:
     return fmean(successes[-RECENT:])
 
 
+def _last_ones(successes: Sequence[float]) -> str:
+    """The measurements of which `recent` is the mean, in words."""
+    return "the last two measurements" if len(successes) >= RECENT else "the measurement"
+
+
 def told(
     until: SFTUntilConfig, decision: Decision | None, step: int, successes: Sequence[float]
 ) -> str:
@@ -193,7 +198,7 @@ def told(
         level = recent(successes) if successes else 0.0
         return (
             f"sft: ends after step {step}, all of its steps; {level:.0%} of the sampled episodes "
-            f"succeed, of {until.success:.0%} (until.success)"
+            f"of {_last_ones(successes)} succeed, of {until.success:.0%} (until.success)"
         )
     if decision.last == decision.step:
         return f"sft: ends after step {step}: {decision.reason}"
@@ -215,7 +220,8 @@ def reason_to_end(
     if not successes:
         return None
     if (level := recent(successes)) >= until.success:
-        return f"{level:.0%} of the sampled episodes succeed (until.success)"
+        of = _last_ones(successes)
+        return f"{level:.0%} of the sampled episodes of {of} succeed (until.success)"
     if found[-1][0] < until.min_steps:
         return None
     best = max(successes[: -until.patience], default=0.0)
@@ -229,7 +235,8 @@ def reason_to_end(
     gain = expected_gain(found, steps, num_episodes)
     if gain < until.min_gain:
         return (
-            f"{level:.0%} of the sampled episodes succeed, and the {steps - found[-1][0]:,} steps "
-            f"that are left are expected to add at most {max(gain, 0):.1%} (until.min_gain)"
+            f"{level:.0%} of the sampled episodes of {_last_ones(successes)} succeed, and the "
+            f"{steps - found[-1][0]:,} steps that are left are expected to add at most "
+            f"{max(gain, 0):.1%} (until.min_gain)"
         )
     return None

@@ -39,8 +39,10 @@ def at(*successes: float, every: int = 10) -> list[Measured]:
 
 def test_a_target_that_is_not_reached_is_told() -> None:
     until = SFTUntilConfig(success=0.44)
-    said = "sft: ends after step 90, all of its steps; 25% of the sampled episodes succeed, of 44% "
-    assert told(until, None, 90, [0.1, 0.2, 0.3]) == f"{said}(until.success)"
+    assert told(until, None, 90, [0.1, 0.2, 0.3]) == (
+        "sft: ends after step 90, all of its steps; 25% of the sampled episodes of the last two "
+        "measurements succeed, of 44% (until.success)"
+    )
 
 
 def test_with_wsd_the_rate_falls_before_sft_ends() -> None:
@@ -125,7 +127,9 @@ def test_sft_ends_where_what_is_left_of_it_promises_little() -> None:
     ends = [n for n in range(1, 11) if reason_to_end(until, at(*COIN[:n], every=100), 1080, 128)]
     assert ends[0] == 4, "after 400 of 1,080 steps"
     told = str(reason_to_end(until, at(*COIN[:4], every=100), 1080, 128))
-    assert told.startswith("33% of the sampled episodes succeed, and the 680 steps that are left")
+    assert told.startswith(
+        "33% of the sampled episodes of the last two measurements succeed, and the 680 "
+    )
     rising = at(0.11, 0.17, 0.2, 0.24, 0.26, every=100)
     assert reason_to_end(until, rising, 1080, 128) is None
     few = reason_to_end(until, at(*COIN[:4], every=100), 1080, 16)

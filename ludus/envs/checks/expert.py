@@ -64,6 +64,7 @@ class _Found:
 async def check_expert(subject: Subject, player: Player) -> None:
     """Play the expert in each task as demonstrations do, and tell what is wrong with it."""
     found, outcomes, scored, num_won = _Found(), list[Outcome](), False, 0
+    failed: list[_Episode] = []
     for number, task in enumerate(subject.tasks):
         if player.late:
             break
@@ -71,6 +72,9 @@ async def check_expert(subject: Subject, player: Player) -> None:
             episode = await _episode(player, task, found)
         except NoExpert:
             found.without.append(task.id)
+            continue
+        if episode.error is not None:
+            failed.append(episode)
             continue
         outcomes.append(episode.outcome)
         num_won += episode.wins
@@ -85,8 +89,12 @@ async def check_expert(subject: Subject, player: Player) -> None:
         reached = f"wins {num_won} of" if scored else "plays"  # a judge scores it
         cut = len(outcomes) - num_ended
         left = f"; {counted(cut, 'episode')} did not end here" if cut else ""
+        left += f"; in {counted(len(failed), 'more task')} a step raises" if failed else ""
         subject.tell(f"the expert {reached} {tasks}, in episodes of {span}{left}")
     _tell(subject, player, found, num_ended)
+    if failed and (error := failed[0].error) is not None:
+        player.at = failed[0].at
+        raise error
     await check_outcomes(subject, player, outcomes)
 
 
@@ -102,9 +110,6 @@ async def _episode(player: Player, task: Task, found: _Found) -> _Episode:
                 f"action {episode.ending}, and without them it wins"
             )
             return without
-    if episode.error is not None:
-        player.at = episode.at
-        raise episode.error
     return episode
 
 

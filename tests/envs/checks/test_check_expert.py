@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import faulty_envs as faulty
 import pytest
 
@@ -143,3 +145,20 @@ async def test_what_the_expert_reaches_is_told() -> None:
         "the expert wins 5 of 5 tasks, in episodes of 1 to 2 turns",
         "the expert wins 2 of 4 tasks, in episodes of 1 turn",
     ]
+
+
+async def test_what_the_expert_reaches_is_told_beside_steps_that_raise() -> None:
+    class RaisesSometimes(faulty.Digit):
+        async def step(self, action: Message) -> StepResult:
+            if self.secret == 3:
+                raise KeyError("three")
+            return await super().step(action)
+
+    said: list[str] = []
+    found = await check_env(RaisesSometimes, num_tasks=24, tell=said.append)
+    assert re.fullmatch(
+        r"the expert wins (\d+) of \1 tasks, in episodes of 1 to 2 turns; in \d more tasks? a step "
+        r"raises",
+        said[0],
+    )
+    assert any(f.severity == "error" and "KeyError: 'three'" in f.detail for f in found)
