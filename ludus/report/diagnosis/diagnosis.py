@@ -16,7 +16,15 @@ from ludus.config.schema import RunConfig
 from ludus.config.training import RECENT
 from ludus.core.files import atomic_write, read_json
 from ludus.report.diagnosis import heldout, learning, rollouts
-from ludus.report.diagnosis.findings import WINDOW, Check, Finding, History, mean
+from ludus.report.diagnosis.findings import (
+    REACHED,
+    SFT_STEPS,
+    WINDOW,
+    Check,
+    Finding,
+    History,
+    mean,
+)
 from ludus.telemetry.metrics import Line
 
 SFT: dict[str, Check] = {"demonstrations": learning.demonstrations}
@@ -93,7 +101,7 @@ WATCHED = (
     "train/clip_fraction", "train/sampler_gap", "train/first_kl", "train/staleness",
     "evaluate/gain", "evaluate/gain_low",
     "evaluate/gain_high", "evaluate/gain_from", "evaluate/success", heldout.TRAINED,
-    heldout.REACHED, heldout.SFT_STEPS, "sft/conversations", "sft/failed", "sft/too_long",
+    REACHED, SFT_STEPS, "sft/conversations", "sft/failed", "sft/too_long",
 )  # fmt: skip
 """The metrics that checks read."""
 
@@ -141,9 +149,9 @@ class Diagnosis:
         if rl and (success := rl.mean("rollout/success")) is not None:
             found[heldout.TRAINED] = success
         if measured := self._histories.get("evaluate/sft"):
-            found[heldout.REACHED] = mean(measured.last("evaluate/success", RECENT))
+            found[REACHED] = mean(measured.last("evaluate/success", RECENT))
         if sft := self._histories.get("sft"):
-            found[heldout.SFT_STEPS] = sft.num_steps
+            found[SFT_STEPS] = sft.num_steps
         return found
 
     def _told(self, stage: str, kind: str) -> int:

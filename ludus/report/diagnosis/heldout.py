@@ -5,11 +5,14 @@ from __future__ import annotations
 from ludus.config.schema import RunConfig
 from ludus.report.diagnosis.findings import (
     CEILING,
+    REACHED,
+    SFT_STEPS,
     START_STEPS,
     WINDOW,
     Found,
     History,
     level_of,
+    longer_sft,
     percent,
     rate_of,
     sentence,
@@ -17,10 +20,6 @@ from ludus.report.diagnosis.findings import (
 
 TRAINED = "rl/success"
 """Success of the training episodes of the last WINDOW steps, beside an evaluation's metrics."""
-
-REACHED, SFT_STEPS = "sft/reached", "sft/steps"
-"""At the end of SFT, beside the evaluation before RL: success of its last measurements for
-`sft.until`, and its number of steps."""
 
 SHORT = (0.5, 0.9)
 """Missing share of `sft.until.success` at the end of SFT."""
@@ -93,7 +92,8 @@ def no_gain(history: History, config: RunConfig) -> Found | None:
         1,
         f"success on held-out tasks is not significantly above its start: {told}",
         "Train longer (`rl.steps`, or a recipe of `ludus init --minutes`); to tell a smaller gain, "
-        + _more_heldout(config),
+        + _more_heldout(config)
+        + longer_sft(history, config),
     )
 
 

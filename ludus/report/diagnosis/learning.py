@@ -14,6 +14,7 @@ from ludus.report.diagnosis.findings import (
     Found,
     History,
     level_of,
+    longer_sft,
     mean,
     percent,
     rate_of,
@@ -217,7 +218,8 @@ def flat(history: History, config: RunConfig) -> Found | None:
         f"the reward did not rise in {history.num_steps} steps: {mean(first):.3g} in the first "
         f"{count}, {mean(last):.3g} in the last {count} (Welch's t test, one-sided p = "
         f"{p_value:.2g})",
-        _to_a_rise(mean(kl) if (kl := history.last("train/kl", count)) else None, config),
+        _to_a_rise(mean(kl) if (kl := history.last("train/kl", count)) else None, config)
+        + longer_sft(history, config),
     )
 
 

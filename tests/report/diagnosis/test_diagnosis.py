@@ -156,6 +156,38 @@ def test_a_reward_that_does_not_rise_is_told_after_50_steps(config: RunConfig) -
     assert told(config, 120, noisy(0.97)) == []  # nothing is left to gain
 
 
+@pytest.mark.parametrize(
+    ("success", "min_gain", "steps", "advice"),
+    [
+        (0.33, 0.1, 100, "it ended after 100 of 400 steps (`sft.until.min_gain=null`)"),
+        (0.33, None, 100, "100 of 400 steps (a higher `sft.until.patience`, now 5)"),
+        (0.45, 0.1, 100, "100 of 400 steps (a higher `sft.until.success`, now 0.4)"),
+        (0.33, 0.1, 380, ""),
+    ],
+)
+def test_where_rl_raises_nothing_more_of_an_early_sft_is_advised(
+    config: RunConfig, success: float, min_gain: float | None, steps: int, advice: str
+) -> None:
+    assert config.sft is not None
+    until = SFTUntilConfig(success=0.4, min_gain=min_gain)
+    sft = config.sft.model_copy(update={"until": until, "steps": 400})
+    diagnosis = Diagnosis(config.model_copy(update={"sft": sft}))
+    for step in range(steps):
+        diagnosis.step("sft", step, {})
+    diagnosis.step("evaluate/sft", steps, {"evaluate/success": success})
+    found = [
+        finding
+        for line in lines(60, noisy(0.33))
+        for finding in diagnosis.step(line.stage, line.step, line.metrics)
+    ]
+    gain = {"evaluate/gain": 0.02, "evaluate/gain_low": -0.01, "evaluate/gain_high": 0.05}
+    found += diagnosis.step("evaluate/after", 0, gain)
+    assert [finding.kind for finding in found] == ["flat", "evaluation"]
+    for finding in found:
+        assert ("let SFT go on" in finding.advice) == bool(advice)
+        assert advice in finding.advice
+
+
 def test_a_long_run_has_a_quarter_of_its_steps_to_rise(config: RunConfig) -> None:
     assert config.rl is not None
     long = config.model_copy(update={"rl": config.rl.model_copy(update={"steps": 620})})
