@@ -129,11 +129,14 @@ def unfinished(store: Any, runs_dir: str, run: str | None = None) -> list[str]:
 
 def located_run(run: str, runs_dir: str) -> tuple[str, str]:
     """Returns a run's id and the folder of its runs; `run` is an id, or the path of its folder."""
-    folder = Path(run)
-    of_runs_dir = folder.name == run and (Path(runs_dir) / run).is_dir()
-    if of_runs_dir or not (folder / "config.yaml").is_file():
-        return run, runs_dir
-    folder = folder if folder.name else folder.resolve()
+    from ludus.store.folders import find_run
+
+    try:
+        folder = find_run(runs_dir, run).path
+    except ConfigError:
+        if Path(run).name != run and Path(run).is_dir():
+            raise
+        return run, runs_dir  # its folder may be elsewhere, and the store knows it
     return folder.name, str(folder.parent)
 
 

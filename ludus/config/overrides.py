@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from ludus.config import yaml12
 from ludus.config.messages import PathKey, Type, dotted, show
 from ludus.config.schema import RunConfig
-from ludus.config.secrets import KEYS, MASK, shown_override
+from ludus.config.secrets import MASK, is_secret, shown_override
 from ludus.core.errors import ConfigError
 from ludus.core.types import Spec
 
@@ -58,7 +58,7 @@ def _put(
         new = _put(child, at.child(index) if at else None, rest, value, path)
         return [*node[:index], new, *node[index + 1 :]]
     if not isinstance(node, dict):
-        shown = MASK if path and path[0] in KEYS else show(node)
+        shown = MASK if any(map(is_secret, path)) else show(node)
         raise ConfigError(f"{dotted(path)} is {shown}, which has no entry {head!r}")
     child = node[head] if head in node else _default(at, head)
     path.append(head)

@@ -86,7 +86,12 @@ def _names(args: Any) -> bool:
 class RunConfig(Section):
     """A training run: demonstrations, SFT, RL, evaluation. A null stage is skipped."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="The run's name.")
+    name: str = Field(
+        "run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=100,
+        description="The run's name.",
+    )
     seed: int = Field(0, ge=0, description="Seed of all random numbers of the run.")
     backend: Spec = Field(
         default_factory=lambda: Spec(name="local"),

@@ -7,6 +7,7 @@ stored as      [slack://***, $LUDUS_NOTIFY]
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from typing import Annotated
 
 from pydantic import AfterValidator, PlainSerializer
@@ -14,7 +15,11 @@ from pydantic import AfterValidator, PlainSerializer
 KEYS = {"notify"}
 """Keys of a run whose values hold secrets."""
 
+LONGEST = 160
+"""Characters of an override that messages show."""
+
 MASK = "***"
+_PASSWORD = re.compile(r"://[^/@\s]+@")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30})://")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
@@ -48,10 +53,27 @@ def scheme_of(url: str) -> str | None:
     return scheme[1].lower() if scheme else None
 
 
+def is_secret(name: object) -> bool:
+    """True for a key of a secret, in any section, and for one that was meant as it."""
+    text = str(name).lower()
+    return bool(get_close_matches(text, KEYS, n=1, cutoff=0.75))
+
+
 def shown_override(override: str) -> str:
-    """An override as messages show it: a secret's value is masked."""
-    key = re.split(r"[.=\s:\[{]", override.strip(), maxsplit=1)[0]
-    return f"{key}={MASK}" if key in KEYS else override
+    """An override as messages show it: a secret's value and a URL's password are masked, and a
+    long one is cut."""
+    text = override.strip()
+    end = 0
+    for part in re.finditer(r"[^.=\s:\[{]+|[=\s:\[{]", text):
+        if not part[0][0].isalnum() and part[0][0] != "_":
+            break
+        end = part.end()
+        if is_secret(part[0]):
+            return f"{text[:end]}={MASK}"
+    if any(is_secret(word) for word in re.findall(r"\w+", text[end:])):
+        return f"{text[:end]}={MASK}"
+    text = _PASSWORD.sub(f"://{MASK}@", text)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _with_scheme(url: str) -> str:

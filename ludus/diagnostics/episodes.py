@@ -6,6 +6,8 @@ Nothing is written, and the network is not used.
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ from ludus.pipeline.parts.tokenizer import (
     make_tokenizer,
 )
 from ludus.rollout.hosts.host import LocalEnvs
+from ludus.rollout.hosts.threads import EnvThread, Overdue
 from ludus.tasks.mixture import part_of, settings_of
 from ludus.tasks.readers import read_tasks
 from ludus.tools.base import ToolResult
@@ -42,6 +45,9 @@ T = TypeVar("T")
 
 NUM_TASKS = 24
 """Tasks that the expert plays at most, spread over the training tasks."""
+
+LONGEST_S = 30.0
+"""Seconds of an episode, with the start of its environment, at most."""
 
 PATIENCE_S = 15.0
 """No further task is begun after this time."""
@@ -159,21 +165,18 @@ async def _played(
     faults: list[str] = []
     started = time.perf_counter()
     envs = LocalEnvs(spec)
-    tasks = [task for task in tasks if envs.spec_of(task)]
-    for task in tasks[:: max(len(tasks) // NUM_TASKS, 1)][:NUM_TASKS]:
+    thread = EnvThread()
+    for task in _spread([task for task in tasks if envs.spec_of(task)]):
         if time.perf_counter() - started > PATIENCE_S:
             break
-        env = envs.make(task)
         try:
-            settings = settings_of(config.rollout, part_of(task))
-            await env.reset(task)  # not timed: JVMs start, games are translated once
-            runs = toolbox is not None and settings.format == "code"
-            blocks = CodeBlocks(settings.markers, toolbox) if runs and toolbox else None
-            timed = cast(Env, _Timed(env, clock))
-            play = partial(run_expert, timed, task, settings.format, 0.0, blocks)
-            played.append(await clock.timed("all", play))
+            play = partial(_episode, config, envs, task, clock, toolbox)
+            played.append(await thread.run(play, LONGEST_S, blocking=True))
         except (NoExpert, NotImplementedError):
             continue
+        except Overdue:
+            faults.append(f"task {task.id}: it took longer than {LONGEST_S:.0f} s")
+            break  # so may the others
         except EnvError as error:
             faults.append(f"task {task.id}: {error}")
         except LudusError:
@@ -190,6 +193,27 @@ async def _played(
         if faults
         else ""
     )
+
+
+async def _episode(
+    config: RunConfig, envs: LocalEnvs, task: Task, clock: _Clock, toolbox: Toolbox | None
+) -> Demonstration:
+    """The expert's episode of a task, timed."""
+    env = envs.make(task)
+    settings = settings_of(config.rollout, part_of(task))
+    await env.reset(task)  # not timed: JVMs start, games are translated once
+    runs = toolbox is not None and settings.format == "code"
+    blocks = CodeBlocks(settings.markers, toolbox) if runs and toolbox else None
+    timed = cast(Env, _Timed(env, clock))
+    play = partial(run_expert, timed, task, settings.format, 0.0, blocks)
+    return await clock.timed("all", play)
+
+
+def _spread(tasks: Sequence[Task]) -> list[Task]:
+    """At most NUM_TASKS of the tasks, one at random of each span: tasks of fixed distance could all
+    be of one tier, for tiers take turns."""
+    draw, count = random.Random(0), min(NUM_TASKS, len(tasks))
+    return [tasks[int((span + draw.random()) * len(tasks) / count)] for span in range(count)]
 
 
 class _Clock:
@@ -232,13 +256,18 @@ class _Clock:
 
 
 class _TimedTools:
-    """Tools whose calls are counted, and not timed."""
+    """Tools whose calls are counted, and not timed. They run in the loop that opened them."""
 
     def __init__(self, toolbox: Toolbox, clock: _Clock) -> None:
         self._toolbox, self._clock = toolbox, clock
+        self._loop = asyncio.get_running_loop()
 
     async def call(self, calls: Sequence[ToolCall], episode: str) -> list[ToolResult]:
-        return await self._clock.left_out(lambda: self._toolbox.call(calls, episode))
+        async def there() -> list[ToolResult]:
+            work = self._toolbox.call(calls, episode)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+        return await self._clock.left_out(there)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._toolbox, name)

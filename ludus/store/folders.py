@@ -202,13 +202,16 @@ def find_run(runs_dir: str | Path, run: str) -> RunFolder:
     """Returns an existing run, by id or path. Errors: ConfigError with the nearest id."""
     for folder in (Path(runs_dir) / run, Path(run)):
         if run and _is_file(folder / "config.yaml"):
-            return RunFolder(folder if folder.name else folder.resolve())
+            is_path = not folder.name or (folder == Path(run) and folder.is_symlink())
+            return RunFolder(folder.resolve() if is_path else folder)
     if run and os.path.isdir(Path(runs_dir) / run / "checkpoints"):
         raise ConfigError(
             f"run {run}: {Path(runs_dir) / run / 'config.yaml'} is missing: restore it"
         )
     ids = _ids(runs_dir)
     told = f"there is no run {run[:100]!r}"
+    if run and os.path.isdir(run):
+        told += " (that folder has no config.yaml, so it is not a run's)"
     if not ids:
         raise ConfigError(f"{told}: {runs_dir} holds no runs")
     raise ConfigError(f"{told} in {runs_dir}{did_you_mean(run, ids)}")

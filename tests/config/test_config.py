@@ -124,7 +124,7 @@ def test_every_source_gives_the_same_config(recipe, tmp_path, monkeypatch):
         ),
         (
             "name: a b",
-            "recipes/tiny.yaml: name must be text that matches "
+            "recipes/tiny.yaml: name must be text of at most 100 characters that matches "
             "^[A-Za-z0-9][A-Za-z0-9._-]*$, got 'a b' [line 3]",
         ),
         ("sft: {}", "recipes/tiny.yaml: `sft` needs `demonstrations` or `sft.data`"),

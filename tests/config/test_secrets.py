@@ -72,6 +72,26 @@ def test_no_message_shows_a_wrong_override(override: str) -> None:
     assert "hunter2" not in shown
 
 
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("notify=[slack://hunter2]", "notify=***"),
+        ("notify.0.hunter2=1", "notify=***"),
+        ('shared.notify=["bad://hunter2@x"]', "shared.notify=***"),
+        ('shared={notify: ["bad://hunter2@x"]}', "shared=***"),
+        ("notifi=[slack://hunter2]", "notifi=***"),
+        ("Notify=[slack://hunter2]", "Notify=***"),
+        ("store=postgresql://me:hunter2@h/db", "store=postgresql://***@h/db"),
+        ("rl.optimizer.lr=1e-3", "rl.optimizer.lr=1e-3"),
+        ("env.args.levels=[a, b]", "env.args.levels=[a, b]"),
+        ("seed=" + "9" * 5000, "seed=" + "9" * 155 + "..."),
+        ("judge.args.prompt=notify me", "judge.args.prompt=***"),
+    ],
+)
+def test_an_override_is_shown_without_secrets_and_cut(override: str, shown: str) -> None:
+    assert shown_override(override) == shown
+
+
 def test_errors_of_a_check_name_the_override_without_its_value(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("seed: 3\n", encoding="utf-8")

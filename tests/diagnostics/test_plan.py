@@ -18,6 +18,7 @@ from ludus.cli import app
 from ludus.config.load import load_config
 from ludus.config.schema import OptimizerConfig, RunConfig
 from ludus.core.errors import ConfigError
+from ludus.diagnostics import episodes as played
 from ludus.diagnostics import plan as planning
 from ludus.diagnostics.episodes import Usage, measure
 from ludus.diagnostics.hardware import HARDWARE, Hardware, find_hardware
@@ -420,7 +421,7 @@ def test_an_environment_that_raises_is_told_with_its_task(tmp_path: Path) -> Non
         "        return None\n"
     )
     config = recipe(f"env={path}:Mine", "tasks.train.args.tiers=null", "tasks.heldout=null")
-    with pytest.raises(ConfigError, match=r"task mine/0: KeyError: 'lever' \[mine.py, line 8\]"):
+    with pytest.raises(ConfigError, match=r"task mine/\d+: KeyError: 'lever' \[mine.py, line 8\]"):
         measure(config)
 
 
@@ -450,3 +451,53 @@ def test_an_environment_that_raises_in_some_tasks_is_planned_by_the_others(tmp_p
         "5 of 20 episodes of the expert failed (task mine/0: ZeroDivisionError: division by zero "
         "[mine.py, line 11]): the estimate is of the others"
     )
+
+
+TWO_LEVELS = """
+import time
+from ludus.envs.base import Env
+from ludus.core.types import Message, Observation, StepResult, Task
+
+class Mine(Env):
+    blocking = True
+
+    @classmethod
+    def tiers(cls):
+        return ["good", "bad"]
+
+    @classmethod
+    def task(cls, tier, seed):
+        return Task(id=f"{tier}/{seed}", data={"seed": seed}, tier=tier)
+
+    async def reset(self, task):
+        if task.tier == "bad":
+            FAULT
+        return Observation(messages=[Message(role="user", content="pull")])
+
+    async def step(self, action):
+        return StepResult(messages=[], reward=1.0, terminated=True)
+
+    def expert_action(self):
+        return "lever"
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("raise KeyError('lever')", "KeyError: 'lever' [mine.py, line 19]"),
+        ("time.sleep(30)", "it took longer than 0 s"),
+    ],
+)
+def test_all_levels_are_planned_though_they_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, said: str
+) -> None:
+    monkeypatch.setattr(played, "LONGEST_S", 0.4)
+    path = tmp_path / "mine.py"
+    path.write_text(TWO_LEVELS.replace("FAULT", fault))
+    args = "{tiers: [good, bad], first_seed: 0, num_tasks: 2400}"
+    changes = [f"env={path}:Mine", f"tasks.train.args={args}", "tasks.heldout=null"]
+    found = measure(recipe(*changes))
+    assert found is not None
+    assert "episodes of the expert failed (task bad/" in found.failed
+    assert said in found.failed

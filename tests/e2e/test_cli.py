@@ -89,7 +89,7 @@ def test_findings_are_shown(reference: Ludus) -> None:
     assert '"kind": "evaluation"' in log
 
 
-def test_runs_and_show(reference: Ludus) -> None:
+def test_runs_and_show(reference: Ludus, tmp_path: Path) -> None:
     listed = reference("runs").ok().out
     assert re.search(r"tiny-1 .*completed", listed)
     shown = reference("show", "tiny-1").ok().out
@@ -110,7 +110,10 @@ def test_runs_and_show(reference: Ludus) -> None:
     assert "rl-000000: " in listed
     assert "evaluate/after-000000: " in reference("show", "tiny-1", "--failed").ok().out
     assert "train/padding" in reference("show", "tiny-1", "--metrics").ok().out
-    assert reference("show", "runs/tiny-1").ok().out == reference("show", "tiny-1").ok().out
+    (tmp_path / "link").symlink_to(reference.cwd / "runs" / "tiny-1")
+    for path in ("runs/tiny-1", str(tmp_path / "link")):
+        assert reference("show", path).ok().out == reference("show", "tiny-1").ok().out
+    reference("show", "runs/tiny-1/checkpoints").refused(2, "it is not a run's")
     assert "train/padding" not in shown
     reference("show", "tiny-1", row.id, "--failed").refused(2, "--failed needs a stage, a step")
     reference("show", "tiny-1", "rl-000000", "--metrics").refused(2, "--metrics has no effect")

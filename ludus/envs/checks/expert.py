@@ -64,7 +64,7 @@ class _Found:
 async def check_expert(subject: Subject, player: Player) -> None:
     """Play the expert in each task as demonstrations do, and tell what is wrong with it."""
     found, outcomes, scored, num_won = _Found(), list[Outcome](), False, 0
-    failed: list[_Episode] = []
+    failed: list[tuple[Exception, tuple[str, str] | None]] = []
     for number, task in enumerate(subject.tasks):
         if player.late:
             break
@@ -73,8 +73,13 @@ async def check_expert(subject: Subject, player: Player) -> None:
         except NoExpert:
             found.without.append(task.id)
             continue
+        except EpisodeTimeout:
+            raise
+        except Exception as error:
+            failed.append((error, player.at))
+            continue
         if episode.error is not None:
-            failed.append(episode)
+            failed.append((episode.error, episode.at))
             continue
         outcomes.append(episode.outcome)
         num_won += episode.wins
@@ -89,12 +94,12 @@ async def check_expert(subject: Subject, player: Player) -> None:
         reached = f"wins {num_won} of" if scored else "plays"  # a judge scores it
         cut = len(outcomes) - num_ended
         left = f"; {counted(cut, 'episode')} did not end here" if cut else ""
-        left += f"; in {counted(len(failed), 'more task')} a step raises" if failed else ""
+        left += f"; {counted(len(failed), 'more task')} cannot be played" if failed else ""
         subject.tell(f"the expert {reached} {tasks}, in episodes of {span}{left}")
     _tell(subject, player, found, num_ended)
-    if failed and (error := failed[0].error) is not None:
-        player.at = failed[0].at
-        raise error
+    if failed:
+        first, player.at = failed[0]
+        raise first
     await check_outcomes(subject, player, outcomes)
 
 

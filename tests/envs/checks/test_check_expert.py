@@ -147,18 +147,31 @@ async def test_what_the_expert_reaches_is_told() -> None:
     ]
 
 
-async def test_what_the_expert_reaches_is_told_beside_steps_that_raise() -> None:
-    class RaisesSometimes(faulty.Digit):
-        async def step(self, action: Message) -> StepResult:
-            if self.secret == 3:
-                raise KeyError("three")
-            return await super().step(action)
+class StepRaises(faulty.Digit):
+    """A step of some tasks raises."""
 
+    async def step(self, action: Message) -> StepResult:
+        if self.secret == 3:
+            raise KeyError("three")
+        return await super().step(action)
+
+
+class ExpertRaises(faulty.Digit):
+    """The expert of some tasks raises."""
+
+    def expert_action(self) -> str:
+        if self.secret == 3:
+            raise KeyError("three")
+        return super().expert_action()
+
+
+@pytest.mark.parametrize("env", [StepRaises, ExpertRaises])
+async def test_what_the_expert_reaches_is_told_beside_faults(env: type[Env]) -> None:
     said: list[str] = []
-    found = await check_env(RaisesSometimes, num_tasks=24, tell=said.append)
+    found = await check_env(env, num_tasks=24, tell=said.append)
     assert re.fullmatch(
-        r"the expert wins (\d+) of \1 tasks, in episodes of 1 to 2 turns; in \d more tasks? a step "
-        r"raises",
+        r"the expert wins (\d+) of \1 tasks, in episodes of 1 to 2 turns; \d more tasks? cannot be "
+        r"played",
         said[0],
     )
     assert any(f.severity == "error" and "KeyError: 'three'" in f.detail for f in found)
