@@ -137,6 +137,8 @@ def located_run(run: str, runs_dir: str) -> tuple[str, str]:
         if Path(run).name != run and Path(run).is_dir():
             raise
         return run, runs_dir  # its folder may be elsewhere, and the store knows it
+    if runs_dir != "runs" and Path(runs_dir).resolve() != folder.parent.resolve():
+        raise ConfigError(f"--runs-dir {runs_dir} has no effect beside the folder {run}: remove it")
     return folder.name, str(folder.parent)
 
 

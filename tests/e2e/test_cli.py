@@ -114,6 +114,7 @@ def test_runs_and_show(reference: Ludus, tmp_path: Path) -> None:
     for path in ("runs/tiny-1", str(tmp_path / "link")):
         assert reference("show", path).ok().out == reference("show", "tiny-1").ok().out
     reference("show", "runs/tiny-1/checkpoints").refused(2, "it is not a run's")
+    reference("show", "runs/tiny-1", "--runs-dir", "others").refused(2, "--runs-dir others has no")
     assert "train/padding" not in shown
     reference("show", "tiny-1", row.id, "--failed").refused(2, "--failed needs a stage, a step")
     reference("show", "tiny-1", "rl-000000", "--metrics").refused(2, "--metrics has no effect")
