@@ -70,7 +70,9 @@ def show(
     failed: Annotated[
         bool,
         typer.Option(
-            "--failed", help="List the episodes that failed: of ID, or of the newest evaluation."
+            "--failed",
+            help="List the episodes that have no score or failed: of ID, or of the newest "
+            "evaluation.",
         ),
     ] = False,
     metrics: Annotated[

@@ -79,6 +79,15 @@ def check(config: Any, recipe: str, overrides: Sequence[str] | None) -> None:
         check_plugins(config)
 
 
+def check_metrics(config: Any, recipe: str, overrides: Sequence[str] | None) -> None:
+    """As `check`, of the sinks alone."""
+    from ludus.config.load import check_specs
+    from ludus.telemetry.sinks import SINKS
+
+    with named_origins(recipe, overrides):
+        check_specs(config, {"metrics": SINKS})
+
+
 @contextmanager
 def named_origins(recipe: str, overrides: Sequence[str] | None) -> Iterator[None]:
     """Put the override, or the recipe with the line, to each line of a ConfigError."""

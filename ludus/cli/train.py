@@ -11,7 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from ludus.cli.coevolve import show_plan
-from ludus.cli.options import Break, Debugger, NewRecipe, Overrides, Recipe, RunsDir, check, load
+from ludus.cli.options import (
+    Break,
+    Debugger,
+    NewRecipe,
+    Overrides,
+    Recipe,
+    RunsDir,
+    check,
+    check_metrics,
+    load,
+)
 from ludus.core.errors import ConfigError
 
 app = typer.Typer()
@@ -62,6 +72,7 @@ def train(
     if resume is None:
         config = load(str(recipe), overrides, runs_dir)
         if given:
+            check_metrics(config, str(recipe), overrides)  # a quick test leaves them out
             config = _reduced(config, skip_sft, skip_rl, quick_test)
     elif given:
         raise ConfigError(f"{given[0]} belongs to the start of a run: a resumed one is as it began")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -303,8 +304,14 @@ def _nearest_key(path: PathKey, model: Any, place: str) -> str:
     keys_below = walk(model) if isinstance(model, type) and issubclass(model, BaseModel) else ()
     elsewhere = [key for key in keys_below if key[-1] == name and type_at(model, key)]
     if elsewhere:
-        return f" (did you mean {dotted(elsewhere[0], place)}?)"
+        near = max(elsewhere, key=lambda key: _shared(key, path))
+        return f" (did you mean {dotted(near, place)}?)"
     return hint or f": a plug-in's argument? `ludus config {name}` tells its place"
+
+
+def _shared(one: PathKey, other: PathKey) -> int:
+    """The number of first parts that two paths share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def walk(model: type[BaseModel], path: PathKey = ()) -> Iterator[PathKey]:

@@ -197,7 +197,7 @@ class RunConfig(Section):
         if self.rl and self.rl.steps_per_unused_sft_step and not (self.sft and self.sft.until):
             raise ValueError(
                 "`rl.steps_per_unused_sft_step` has no effect: without `sft.until`, SFT leaves no "
-                "step unused; set that, or leave this out"
+                "step unused; set that, or this to 0"
             )
         formats = {self.rollout.format, *(part.format for part in self.rollout.parts.values())}
         if "code" in formats:

@@ -192,7 +192,7 @@ class SFTConfig(Section):
             faults.append(
                 f"`until.min_steps` ({self.until.min_steps}) must be at most {last}: no "
                 f"measurement comes later, before the end of {self.steps} `steps`, so `patience` "
-                "and `min_gain` would have no effect"
+                f"and `min_gain` would have no effect (sft.until.min_steps={last})"
             )
         if faults:
             raise ValueError("; ".join(faults))

@@ -236,7 +236,7 @@ def reason_to_end(
     if gain < until.min_gain:
         return (
             f"{level:.0%} of the sampled episodes of {_last_ones(successes)} succeed, and the "
-            f"{steps - found[-1][0]:,} steps that are left are expected to add at most "
+            f"{steps - found[-1][0]:,} steps that are left are expected to add "
             f"{max(gain, 0):.1%} (until.min_gain)"
         )
     return None

@@ -182,7 +182,8 @@ def _tell_retry(episode: Episode, attempt: int) -> None:
         fields = {"attempt": attempt + 1, "status": status, "error": error}
         tier = {"tier": episode.task.tier} if episode.task.tier is not None else {}
         again = {"times": num} if num > 3 else {}
-        log.warning("retrying episode", trajectory=trajectory.id, **tier, **fields, **again)
+        which = {"trajectory": trajectory.id, "task": trajectory.task_id}
+        log.warning("retrying episode", **which, **tier, **fields, **again)
 
 
 def _span(episode: Episode, attempt: int) -> Span:

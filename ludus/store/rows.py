@@ -88,8 +88,13 @@ class TrajectoryRow:
     @property
     def failed(self) -> bool:
         """True for a role's episode that was scored, and did not succeed."""
-        scored = self.status.trainable and self.reward is not None and not self.without_turn
+        scored = not self.without_turn and not self.unscored
         return scored and not self.metrics.get("success")
+
+    @property
+    def unscored(self) -> bool:
+        """True for a role's episode that ended with an error, or has no reward."""
+        return not self.without_turn and (not self.status.trainable or self.reward is None)
 
 
 NO_TURN = "no turn"

@@ -70,7 +70,7 @@ def test_every_source_gives_the_same_config(recipe, tmp_path, monkeypatch):
         ),
         (
             "rl: {lr: 3}\nenv: babyai",
-            "recipes/tiny.yaml: rl.lr is not a key (did you mean sft.optimizer.lr?) [line 3]",
+            "recipes/tiny.yaml: rl.lr is not a key (did you mean rl.optimizer.lr?) [line 3]",
         ),
         (
             "checkpoint: {often: true}",
@@ -388,13 +388,13 @@ def test_the_last_override_wins_and_takes_the_blame():
             "must be at most `steps` (5): SFT would be over before its first measurement; lower it "
             "too, or set `until` to null; `until.min_steps` (10) must be at most 4: no measurement "
             "comes later, before the end of 5 `steps`, so `patience` and `min_gain` would have no "
-            "effect",
+            "effect (sft.until.min_steps=4)",
         ),
         (
             "sft={data: x, steps: 20, until: {min_steps: 15}}",
             "override sft={data: x, steps: 20, until: {min_steps: 15}}: sft: `until.min_steps` "
             "(15) must be at most 10: no measurement comes later, before the end of 20 `steps`, so "
-            "`patience` and `min_gain` would have no effect",
+            "`patience` and `min_gain` would have no effect (sft.until.min_steps=10)",
         ),
         (
             "sft.steps=99999999999999999999",

@@ -108,9 +108,9 @@ def test_a_wrong_recipe(ludus: Ludus) -> None:
 @pytest.mark.parametrize("verb", ["plan", "train"])
 def test_a_setting_without_effect_is_told_with_file_and_line(ludus: Ludus, verb: str) -> None:
     recipe = ludus.cwd / "recipe.yaml"
-    text = Path(BABYAI).read_text().replace("checkpoint:\n", "checkpoint:\n  metric: absent\n")
+    text = Path(BABYAI).read_text().replace("checkpoint: {", "checkpoint: {metric: absent, ")
     recipe.write_text(text)
-    line = text.splitlines().index("  metric: absent") + 1
+    [line] = [n for n, row in enumerate(text.splitlines(), 1) if "metric: absent" in row]
     ludus(verb, "recipe.yaml", "rollout.temperature=0", "env=babyay").refused(
         2,
         "override env=babyay: env.name: 'babyay' is not a known env (did you mean babyai?)",
@@ -118,6 +118,12 @@ def test_a_setting_without_effect_is_told_with_file_and_line(ludus: Ludus, verb:
     )
     ludus(verb, "recipe.yaml").refused(
         2, "recipe.yaml: checkpoint.metric: 'absent'", f"[line {line}]"
+    )
+
+
+def test_a_quick_test_refuses_a_sink_that_it_leaves_out(ludus: Ludus) -> None:
+    ludus("train", BABYAI, "metrics=[tensorbord]", "--quick-test").refused(
+        2, "override metrics=[tensorbord]: metrics.0.name", "did you mean tensorboard?"
     )
 
 

@@ -193,8 +193,8 @@ def test_failures_of_the_newest_evaluation_are_counted_and_listed(local: RunStor
     assert "newest trajectories" not in shown
 
     everything = text_of(render_step(local, "run-1", None, failures=True), width=140)
-    assert "evaluate/after-000000: 72 episodes, 32 failed" in everything
-    assert everything.count("evaluate/after-000000/g") == 32
+    assert "evaluate/after-000000: 72 episodes, 32 failed, 8 without a score" in everything
+    assert everything.count("evaluate/after-000000/g") == 32 + 8
     [title, _, one] = text_of(
         render_step(local, "run-1", "evaluate/after-000000/g0002"), width=140
     ).splitlines()

@@ -134,6 +134,10 @@ def open_subject(given: str, args: Mapping[str, Any], tiers: str | None) -> Subj
         if tiers is not None:
             raise ConfigError("--tiers selects levels of an environment; a data set has rows")
         return data_set(given, args)
+    if given.endswith(".py") and Path(given).is_file():
+        classes = re.findall(r"^class (\w+)", Path(given).read_text(encoding="utf-8"), re.MULTILINE)
+        of = " or ".join(f"{given}:{name}" for name in classes[:3]) or f"{given}:CLASS"
+        raise ConfigError(f"{given}: name the environment's class too: {of}")
     if given not in ENVS.names() and ":" not in given:
         near = did_you_mean(given, ENVS.names())
         raise ConfigError(

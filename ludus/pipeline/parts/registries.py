@@ -316,7 +316,7 @@ def _inert_rl(config: RunConfig, rl: RLConfig) -> Iterator[str]:
     elif ends and not rl_end.can_end(rl, config.sft):
         yield (
             f"rl.min_signal has no effect: it compares {rl_end.WINDOW} steps with later ones, and "
-            f"RL has {rl.steps} (rl.steps): set it to null, or give RL more steps"
+            f"RL has {rl.steps} (`rl.steps`): rl.min_signal=null, or more steps"
         )
     if ends and config.tasks.curriculum is not None:
         yield (

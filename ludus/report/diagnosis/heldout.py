@@ -49,7 +49,8 @@ def short_of_target(history: History, config: RunConfig) -> Found | None:
         f"SFT ended where {percent(reached[0])} of the sampled episodes succeed, of "
         f"{percent(target)} that `sft.until.success` asks"
         + (": RL has few successes to raise" if config.rl else ""),
-        sentence(f"{more}show more demonstrations (`{shown}`), or begin with easier tasks"),
+        sentence(f"{more}show more demonstrations (`{shown}`), or begin with easier tasks")
+        + longer_sft(history, config),
     )
 
 
@@ -110,7 +111,8 @@ def _more_heldout(config: RunConfig) -> str:
     most = args.get("num_tasks", args.get("limit"))
     if number is None or (isinstance(most, int) and number >= most):
         return (
-            "hold out more tasks (`tasks.heldout`; evaluations already take all that can be played)"
+            "hold out more tasks (`tasks.heldout.args`): evaluations already take all that there "
+            "are"
         )
     return "evaluate more tasks (`evaluate.num_tasks`)"
 

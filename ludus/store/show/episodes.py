@@ -81,7 +81,7 @@ def render_step(
 
     Args:
         place: its id; None: that of the newest evaluation.
-        failures: those that failed alone.
+        failures: those without a score, then those that failed, alone.
 
     Errors: UnknownName for a run; ConfigError for a place without an episode.
     """
@@ -96,9 +96,12 @@ def render_step(
     ]
     if not rows:
         raise ConfigError(f"run {run_id} has no episodes at {at}: {_known(store, run, at)}")
-    chosen = [row for row in rows if row.failed] if failures else rows
+    failed = [row for row in rows if row.failed]
+    unscored = [row for row in rows if row.unscored]
+    chosen = unscored + failed if failures else rows
     number = sum(not row.without_turn for row in rows)
-    told = f"{at}: {counted(number, 'episode')}, {sum(row.failed for row in rows):,} failed"
+    told = f"{at}: {counted(number, 'episode')}, {len(failed):,} failed"
+    told += f", {len(unscored):,} without a score" if unscored else ""
     return Group(rule(told), trajectory_table(chosen)) if chosen else rule(told)
 
 

@@ -49,7 +49,11 @@ def render_runs(store: RunStore, limit: int | None = None) -> RenderableType:
             Text(run.status.value, _STATUS_STYLES[run.status]),
             moment(run.created),
             took(run),
-            ", ".join(progress(stage, step) for stage, step in run.stages.items()),
+            ", ".join(
+                progress(stage, step)
+                for stage, step in run.stages.items()
+                if not stage.startswith("evaluate/")
+            ),
             (run.error or "").partition("\n")[0],
         )
         for run in (runs[-limit:] if limit else runs)

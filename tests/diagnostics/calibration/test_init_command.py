@@ -53,6 +53,9 @@ def test_a_file_that_is_read_is_never_replaced(
     assert (tmp_path / "my.sft.jsonl").read_text() == ROWS
     assert (tmp_path / "mine.py").read_text() == own
     assert "is no environment" in refusal("nothing", "--out", "nothing")
+    (tmp_path / "mine.py").write_text("class Mine: pass\n")
+    mine = str(tmp_path / "mine.py")
+    assert f"name the environment's class too: {mine}:Mine" in refusal(mine)
 
 
 OWN = """
