@@ -215,17 +215,9 @@ moved a policy by a tenth of what it may, and held-out success rose by 7 in plac
 (docs/log.md)."""
 
 
-FULL_STEPS = 40
-"""Steps of RL up to which a step may take all of its KL; more steps share that of so many. Where RL
-has 150 to 620 steps, a tenth to a twentieth ended as high or higher, and lost nothing on the way:
-chain_sum fell from 96 to 83 % and came back. Of 37 steps a tenth is too little (docs/log.md)."""
-
-
-def target_kl(episode_tokens: float, steps: int) -> float:
-    """The KL in nats a token to which an RL step is held, by the tokens that an episode samples and
-    the steps of RL."""
-    most = min(TARGET_KL, EPISODE_KL / max(episode_tokens, 1.0))
-    return float(f"{most * min(FULL_STEPS / max(steps, 1), 1.0):.1g}")
+def target_kl(episode_tokens: float) -> float:
+    """The KL in nats a token to which an RL step is held, by the tokens that an episode samples."""
+    return float(f"{min(TARGET_KL, EPISODE_KL / max(episode_tokens, 1.0)):.1g}")
 
 
 def minibatches(episodes: int) -> int:

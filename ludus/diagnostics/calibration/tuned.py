@@ -123,7 +123,7 @@ def with_choices(
     )
     minibatches = choices.minibatches(groups * config.rl.group_size)
     free = {"lr": choices.RL_RATE_FREE, "target_kl": None}
-    held = {"lr": choices.RL_RATE, "target_kl": choices.target_kl(episode_tokens, planned.likely)}
+    held = {"lr": choices.RL_RATE, "target_kl": choices.target_kl(episode_tokens)}
     updates: dict[str, Any] = {
         "tasks": tasks,
         "sft": config.sft.model_copy(

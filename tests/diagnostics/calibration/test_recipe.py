@@ -45,12 +45,7 @@ def test_long_turns_are_held_to_a_smaller_kl_a_token() -> None:
         assert rl is not None
         return rl.optimizer.target_kl
 
-    assert [target(tokens) for tokens in (5, 20, 36, 75)] == [3e-4, 3e-4, 2e-4, 8e-5]
-
-
-def test_many_steps_of_rl_share_the_kl_of_a_few() -> None:
-    assert [choices.target_kl(5, steps) for steps in (20, 40, 160)] == [0.003, 0.003, 8e-4]
-    assert [choices.target_kl(75, steps) for steps in (40, 620)] == [8e-4, 5e-5]
+    assert [target(tokens) for tokens in (5, 20, 36, 75)] == [0.003, 0.003, 0.002, 0.0008]
 
 
 def test_the_rate_of_rl_is_high_only_where_a_target_holds_it() -> None:
@@ -59,7 +54,7 @@ def test_the_rate_of_rl_is_high_only_where_a_target_holds_it() -> None:
     assert held is not None
     assert free is not None
     assert (held.optimizer.lr, free.optimizer.lr) == (1e-3, 3e-4)
-    assert (held.optimizer.target_kl, free.optimizer.target_kl) == (3e-4, None)
+    assert (held.optimizer.target_kl, free.optimizer.target_kl) == (0.003, None)
 
 
 def test_few_steps_of_rl_have_no_end_by_their_signal() -> None:
