@@ -38,8 +38,9 @@ LEAST_FORECAST = 4
 """Measurements that a forecast needs."""
 
 FALL = 0.25
-"""Share of the steps in which the rate of `wsd` falls once the end is decided. letter_counting had
-61 % at the decision, 80 % where the rate fell in a fifth of the steps, 85 % in two fifths."""
+"""Share of the steps in which the rate of `wsd` falls once a plateau has ended SFT, or success and
+no RL follows. letter_counting had 61 % at the decision, 80 % where the rate fell in a fifth of the
+steps, 85 % in two fifths; RL then gains less (docs/log.md)."""
 
 LABEL = "sft"
 """Label of the measurements: `evaluate/sft` in the store."""
@@ -115,8 +116,15 @@ class Decision:
     last: int
 
 
-def decided(sft: SFTConfig, found: Sequence[tuple[int, Evaluation]]) -> Decision | None:
-    """The decision of these measurements to end SFT; None: it goes on."""
+def decided(
+    sft: SFTConfig, found: Sequence[tuple[int, Evaluation]], *, then_rl: bool
+) -> Decision | None:
+    """The decision of these measurements to end SFT; None: it goes on.
+
+    Args:
+        then_rl: RL follows. It begins at once where `until.success` is reached: a policy that is
+            still undecided gains most by it.
+    """
     if sft.until is None:
         return None
     curve = [(at, evaluation.success.value) for at, evaluation in found]
@@ -125,7 +133,8 @@ def decided(sft: SFTConfig, found: Sequence[tuple[int, Evaluation]]) -> Decision
             break
         reason = reason_to_end(sft.until, curve[:number], sft.steps, evaluation.num_episodes)
         if reason is not None:
-            return Decision(at, reason, last_step(sft, at))
+            reached = recent([value for _, value in curve[:number]]) >= sft.until.success
+            return Decision(at, reason, at if reached and then_rl else last_step(sft, at))
     return None
 
 
@@ -136,9 +145,9 @@ def last_step(sft: SFTConfig, step: int) -> int:
     return min(math.ceil(step / (1 - FALL)), sft.steps)
 
 
-def ended(folder: RunFolder, sft: SFTConfig, step: int) -> str | None:
+def ended(folder: RunFolder, sft: SFTConfig, step: int, *, then_rl: bool) -> str | None:
     """The reason why SFT ended at a step by `sft.until`; None: it did not."""
-    decision = decided(sft, measured(folder, step))
+    decision = decided(sft, measured(folder, step), then_rl=then_rl)
     return decision.reason if decision is not None and step >= decision.last else None
 
 

@@ -295,6 +295,7 @@ FALLING = [
     "sft.until={success: 0.01, every: 4, num_tasks: 8, samples_per_task: 4}",
     "sft.optimizer.schedule=wsd",
     "checkpoint.every=1",
+    "rl=null",
 ]
 
 

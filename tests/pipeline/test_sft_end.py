@@ -178,11 +178,32 @@ def test_a_decision_stays_when_the_distance_of_measurements_changes() -> None:
     found = [(5, result(0.1)), (10, result(0.6)), (14, result(0.8))]
     for every in (5, 4):
         sft = SFTConfig(steps=24, until=SFTUntilConfig(success=0.3, every=every))
-        decision = decided(sft, found)
+        decision = decided(sft, found, then_rl=True)
         assert decision is not None
         assert (decision.step, decision.last) == (10, 10)
     at_the_end = SFTConfig(steps=14, until=SFTUntilConfig(success=0.65, every=5))
-    assert decided(at_the_end, found) is None, "all of its steps"
+    assert decided(at_the_end, found, then_rl=True) is None, "all of its steps"
+
+
+def test_rl_begins_at_once_where_success_is_reached() -> None:
+    def ends(success: float, *, then_rl: bool) -> Decision | None:
+        estimate = SimpleNamespace(value=success)
+        results = [cast(Evaluation, SimpleNamespace(success=estimate, num_episodes=128))] * 6
+        until = SFTUntilConfig(success=0.4, patience=2, every=30)
+        sft = SFTConfig(steps=500, until=until, optimizer=OptimizerConfig(schedule="wsd"))
+        return decided(sft, list(zip(range(30, 210, 30), results, strict=True)), then_rl=then_rl)
+
+    reached, alone, plateau = (
+        ends(0.5, then_rl=True),
+        ends(0.5, then_rl=False),
+        ends(0.3, then_rl=True),
+    )
+    assert reached is not None
+    assert (reached.step, reached.last) == (30, 30)
+    assert alone is not None
+    assert (alone.step, alone.last) == (30, 40)
+    assert plateau is not None
+    assert (plateau.step, plateau.last) == (90, 120)
 
 
 def test_steps_that_sft_leaves_are_added_to_those_of_rl(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ludus.config.training import last_measured
 from ludus.diagnostics.calibration.trials.trial import Trial
-from ludus.pipeline.sft_end import FALL, LEAST_UNSEEN, recent
+from ludus.pipeline.sft_end import LEAST_UNSEEN, recent
 
 MAX_WORDS = 4096
 """Largest vocabulary of the tokenizer `words`; above it, most of a small model is embeddings."""
@@ -387,7 +387,7 @@ def steps(
         used = min(expected or most, most)
     else:
         most = min(most, max(expected * LATER, 40))
-        used = min(most, math.ceil(expected * LIKELY / (1 - FALL)))
+        used = min(most, math.ceil(expected * LIKELY))
     most = max(math.ceil(most / 10) * 10, 20)
     rl_step = max(RL_FALLS * trial.rl_step_s, 1e-3)
     rl = int((total - most * sft_step - evaluations_s) / rl_step)

@@ -183,9 +183,9 @@ def test_time_that_sft_will_not_need_goes_to_rl() -> None:
     assert planned.rl == 180
     assert planned.likely > 200
     quick = choices.steps(Trial(sft_step_s=0.1, curve=rising, rl_step_s=2.0), 10, 10, 10)
-    # Four times the 77 expected, of which half as many again count, and a third as the rate falls.
+    # Four times the 77 expected, of which half as many again count.
     assert quick.sft == 310
-    assert round(quick.sft_s, 3) == 15.4
+    assert round(quick.sft_s, 3) == 11.6
 
 
 def test_sft_goes_on_beyond_what_chance_reaches() -> None:

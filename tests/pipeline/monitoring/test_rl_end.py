@@ -67,7 +67,9 @@ def recipe(*changes: str) -> RunConfig:
 
 def test_a_minimum_that_no_step_can_reach_is_refused() -> None:
     check(recipe("rl.steps=21"))
-    with pytest.raises(ConfigError, match=r"rl.min_signal has no effect: .* and RL has 20 \(`rl.st"):
+    with pytest.raises(
+        ConfigError, match=r"rl.min_signal has no effect: .* and RL has 20 \(`rl.st"
+    ):
         check(recipe("rl.steps=20"))
     unused = ["sft.until={success: 0.5}", "rl.steps_per_unused_sft_step=1"]
     check(recipe("rl.steps=20", *unused))
