@@ -78,8 +78,10 @@ NOTES = """
   to 43.1 %.
 - OpenDoor 2 and spell_backward 1: two cores; the recipes before `target_kl` and induction heads
   went from 39.1 to 62.2 and from 53.5 to 76.6 %.
-- OpenDoor 0, 1 and Hanoi 0: RL at a rate of 1e-3, one core each, before `target_kl` followed
-  several iterations; with it OpenDoor 1 and Hanoi 0 reach 75.4 and 66.4 % from the same end of SFT.
+- OpenDoor 0: the present recipe, two cores beside the test suite; before, on one core, it went from
+  47.6 to 70.2 %.
+- OpenDoor 1 and Hanoi 0: RL at a rate of 1e-3, one core each, before `target_kl` followed several
+  iterations; with it they reach 75.4 and 66.4 % from the same end of SFT.
 - PickupLoc 1, 2: two cores, small tests beside them. The recipes before, with `target_kl` at RL's
   lower rate, went from 31.8 to 42.9 and from 23.2 to 31.1 % (Intel Xeon). Unlock 0 has that rate.
   On a machine of 95 GF/s, RL of PickupLoc 0 had
