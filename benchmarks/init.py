@@ -46,8 +46,8 @@ NOTES = """
   83.2 to 89.5 %; chain_sum 0, 1 96.1 to 97.0, 95.5 to 95.5 %; spell_backward 1 81.7 to 96.2 %;
   number_sorting 1 73.3 to 81.4 %; Hanoi 0 53.0 to 65.9 %; OpenDoor 0, 2 45.7 to 60.4, 47.9 to
   71.2 %; coin 1 44.6 to 46.9 %; coin 2 53.5 to 54.0, again 48.7 to 56.9 % (docs/log.md).
-- letter_counting: two cores, seed 0 beside other work; its expert writes its steps. Seed 0 went from
-  15.6 to 52.9 % before `until.min_steps`: SFT ended at the success of chance. The recipes before
+- letter_counting: two cores, seed 0 beside other work; its expert writes its steps. Seed 0 went
+  from 15.6 to 52.9 % before `until.min_steps`: SFT ended at the success of chance. The recipes before
   that, one core each, went from 62.4 to 74.3, 60.5 to 80.5 and 47.5 to 76.7 %; without steps from
   39.6 to 38.9 % (35 % of the tasks have the same answer).
 - spell_backward 0, 2 and PickupLoc 0: two quiet cores, the present recipe. The recipes before went
