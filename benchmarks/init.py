@@ -47,9 +47,9 @@ NOTES = """
   number_sorting 1 73.3 to 81.4 %; Hanoi 0 53.0 to 65.9 %; OpenDoor 0, 2 45.7 to 60.4, 47.9 to
   71.2 %; coin 1 44.6 to 46.9 %; coin 2 53.5 to 54.0, again 48.7 to 56.9 % (docs/log.md).
 - letter_counting: two cores, seed 0 beside other work; its expert writes its steps. Seed 0 went
-  from 15.6 to 52.9 % before `until.min_steps`: SFT ended at the success of chance. The recipes before
-  that, one core each, went from 62.4 to 74.3, 60.5 to 80.5 and 47.5 to 76.7 %; without steps from
-  39.6 to 38.9 % (35 % of the tasks have the same answer).
+  from 15.6 to 52.9 % before `until.min_steps`: SFT ended at the success of chance. The recipes
+  before that, one core each, went from 62.4 to 74.3, 60.5 to 80.5 and 47.5 to 76.7 %; without steps
+  from 39.6 to 38.9 % (35 % of the tasks have the same answer).
 - spell_backward 0, 2 and PickupLoc 0: two quiet cores, the present recipe. The recipes before went
   from 67.0 to 96.9, 66.7 to 98.3 % (adamw, 11.7 minutes) and 27.3 to 38.5 %: seed 2 of
   spell_backward ends lower now, in half of the time.
