@@ -140,7 +140,7 @@ def test_without_a_metric_none_is_the_best(ludus: Ludus) -> None:
         (["rl.min_success_to_stop=0.5", "evaluate.every=5"], ["every is 5, rl.steps 5"]),
         (["rl.min_success_to_stop=0.5", "tasks.heldout=null"], ["set tasks.heldout"]),
         (["rl.min_signal=0.1", "rl.algorithm=ppo"], ["rl.min_signal has no effect with ppo"]),
-        (["rl.min_signal=0.1"], ["rl.min_signal has no effect", "RL has 5 (rl.steps)"]),
+        (["rl.min_signal=0.1"], ["rl.min_signal has no effect", "RL has 5 (`rl.steps`)"]),
         (["evaluate.samples_per_task=3"], ["evaluate.samples_per_task: 3", "temperature"]),
         (["sft=null", "rl=null"], ["sft, rl: both are null", "ludus evaluate"]),
         (["rl.algorithm=sft"], ["rl.algorithm: sft", "grpo"]),
