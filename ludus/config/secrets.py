@@ -63,14 +63,10 @@ def shown_override(override: str) -> str:
     """An override as messages show it: a secret's value and a URL's password are masked, and a
     long one is cut."""
     text = override.strip()
-    end = 0
-    for part in re.finditer(r"[^.=\s:\[{]+|[=\s:\[{]", text):
-        if not part[0][0].isalnum() and part[0][0] != "_":
-            break
-        end = part.end()
-        if is_secret(part[0]):
-            return f"{text[:end]}={MASK}"
-    if any(is_secret(word) for word in re.findall(r"\w+", text[end:])):
+    words = re.finditer(r"\w+", text)
+    if (secret := next((word for word in words if is_secret(word[0])), None)) is not None:
+        key = re.match(r"[\w.]*", text)
+        end = min(secret.end(), key.end() if key else 0)
         return f"{text[:end]}={MASK}"
     text = _PASSWORD.sub(f"://{MASK}@", text)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

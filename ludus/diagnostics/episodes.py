@@ -1,6 +1,6 @@
 """Sizes of a recipe's episodes, measured on a few of the expert's, for `ludus plan`.
 
-The first training tasks are played once; conversations become tokens by the recipe's tokenizer.
+A few training tasks are played once; conversations become tokens by the recipe's tokenizer.
 Nothing is written, and the network is not used.
 """
 
@@ -44,7 +44,7 @@ from ludus.tools.toolbox import Toolbox
 T = TypeVar("T")
 
 NUM_TASKS = 24
-"""Tasks that the expert plays at most, spread over the training tasks."""
+"""Tasks that the expert plays at most."""
 
 LONGEST_S = 30.0
 """Seconds of an episode, with the start of its environment, at most."""
