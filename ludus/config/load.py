@@ -67,12 +67,7 @@ def load_as(
         faults.append(f"{raw.origin}: {remedy}")
     if faults:
         raise ConfigError("\n".join(faults))
-    for override in overrides:
-        try:
-            path, data = apply_override(data, override)
-            raw.mark(path, override)
-        except ConfigError as error:
-            faults.append(str(error))
+    data = _overridden(raw, data, overrides, faults)
     if unwritable := [raw.message(path, text) for path, text in _unwritable(data, ())]:
         raise ConfigError("\n".join(faults + unwritable))
     try:
@@ -89,11 +84,19 @@ def located(source: Source, overrides: Sequence[str], faults: str) -> str:
     """Returns faults, one a line, each of which begins with a dotted key, with their origins: the
     override, or the file and the line. `load_config` accepted `source` and `overrides`."""
     raw = _read(source)
-    data = _plain(raw.data, (), [], raw)
-    for override in overrides:
-        path, data = apply_override(data, override)
-        raw.mark(path, override)
+    _overridden(raw, _plain(raw.data, (), [], raw), overrides, [])
     return "\n".join(raw.message(_key(fault, raw), fault) for fault in faults.splitlines())
+
+
+def _overridden(raw: _Raw, data: Any, overrides: Sequence[str], faults: list[str]) -> Any:
+    """Returns `data` with the overrides, of which `raw` notes the places."""
+    for override in overrides:
+        try:
+            path, data = apply_override(data, override)
+            raw.mark(path, override)
+        except ConfigError as error:
+            faults.append(str(error))
+    return data
 
 
 def _key(fault: str, raw: _Raw) -> PathKey:

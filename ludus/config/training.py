@@ -133,8 +133,8 @@ class SFTUntilConfig(Section):
         0,
         ge=0,
         description="Steps before which `patience` and `min_gain` do not end SFT: success that is "
-        "still that of chance has no trend. At most the "
-        "step of the last measurement before SFT's end.",
+        "still that of chance has no trend. At most the step of the last measurement before SFT's "
+        "end.",
     )
     every: int = Field(
         10, ge=1, description="Steps between measurements; at most the stage's `steps`."

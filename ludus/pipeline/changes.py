@@ -163,8 +163,7 @@ def _after_sft(
     def is_over(recipe: RunConfig) -> bool:
         sft = recipe.sft
         return sft is not None and (
-            newest.step >= sft.steps
-            or ended(folder, sft, newest.step, then_rl=recipe.rl is not None) is not None
+            newest.step >= sft.steps or ended(folder, recipe, newest.step) is not None
         )
 
     return f"after step {newest.step}" if is_over(before) and is_over(config) else ""

@@ -116,16 +116,14 @@ class Decision:
     last: int
 
 
-def decided(
-    sft: SFTConfig, found: Sequence[tuple[int, Evaluation]], *, then_rl: bool
-) -> Decision | None:
+def decided(config: RunConfig, found: Sequence[tuple[int, Evaluation]]) -> Decision | None:
     """The decision of these measurements to end SFT; None: it goes on.
 
-    Args:
-        then_rl: RL follows. It begins at once where `until.success` is reached: a policy that is
-            still undecided gains most by it.
+    RL begins at once where `until.success` is reached: a policy that is still undecided gains most
+    by it.
     """
-    if sft.until is None:
+    sft = config.sft
+    if sft is None or sft.until is None:
         return None
     curve = [(at, evaluation.success.value) for at, evaluation in found]
     for number, (at, evaluation) in enumerate(found, 1):
@@ -133,8 +131,8 @@ def decided(
             break
         reason = reason_to_end(sft.until, curve[:number], sft.steps, evaluation.num_episodes)
         if reason is not None:
-            reached = recent([value for _, value in curve[:number]]) >= sft.until.success
-            return Decision(at, reason, at if reached and then_rl else last_step(sft, at))
+            to_rl = config.rl is not None and _is_reached(sft.until, curve[:number])
+            return Decision(at, reason, at if to_rl else last_step(sft, at))
     return None
 
 
@@ -145,9 +143,9 @@ def last_step(sft: SFTConfig, step: int) -> int:
     return min(math.ceil(step / (1 - FALL)), sft.steps)
 
 
-def ended(folder: RunFolder, sft: SFTConfig, step: int, *, then_rl: bool) -> str | None:
+def ended(folder: RunFolder, config: RunConfig, step: int) -> str | None:
     """The reason why SFT ended at a step by `sft.until`; None: it did not."""
-    decision = decided(sft, measured(folder, step), then_rl=then_rl)
+    decision = decided(config, measured(folder, step))
     return decision.reason if decision is not None and step >= decision.last else None
 
 
@@ -189,6 +187,11 @@ def recent(successes: Sequence[float]) -> float:
     return fmean(successes[-RECENT:])
 
 
+def _is_reached(until: SFTUntilConfig, found: Sequence[Measured]) -> bool:
+    """True where the newest measurements have `until.success`."""
+    return recent([value for _, value in found]) >= until.success
+
+
 def _last_ones(successes: Sequence[float]) -> str:
     """The measurements of which `recent` is the mean, in words."""
     return "the last two measurements" if len(successes) >= RECENT else "the measurement"
@@ -228,7 +231,8 @@ def reason_to_end(
     successes = [value for _, value in found]
     if not successes:
         return None
-    if (level := recent(successes)) >= until.success:
+    level = recent(successes)
+    if _is_reached(until, found):
         of = _last_ones(successes)
         return f"{level:.0%} of the sampled episodes of {of} succeed (until.success)"
     if found[-1][0] < until.min_steps:

@@ -205,9 +205,7 @@ class Trainer:
         start = 0 if checkpoint is None else checkpoint.step
         if name == "sft" and run.config.sft is not None:
             found = sft_end.measured(run.folder, start)
-            self._sft_end = sft_end.decided(
-                run.config.sft, found, then_rl=run.config.rl is not None
-            )
+            self._sft_end = sft_end.decided(run.config, found)
             if self._sft_end is not None:
                 stage.settings = replace(stage.settings, steps=self._sft_end.last)
         self._num_steps[name] = stage.steps
@@ -332,9 +330,7 @@ class Trainer:
             groups, result = await sft_end.measure(self.run, sft.until, step)
         self._record_evaluation(sft_end.LABEL, step, groups, result)
         found = sft_end.measured(self.run.folder, step)
-        self._sft_end = decision = self._sft_end or sft_end.decided(
-            sft, found, then_rl=self.run.config.rl is not None
-        )
+        self._sft_end = decision = self._sft_end or sft_end.decided(self.run.config, found)
         if is_last or decision is not None:
             successes = [evaluation.success.value for _, evaluation in found]
             self._observer.note(sft_end.told(sft.until, decision, step, successes))

@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 
 from ludus.config.load import load_config
+from ludus.config.schema import RunConfig
 from ludus.config.training import OptimizerConfig, SFTConfig, SFTUntilConfig
 from ludus.core.types import Message, Task
 from ludus.data.conversations import Conversation
@@ -35,6 +36,11 @@ from ludus.store.folders import RunFolder
 def at(*successes: float, every: int = 10) -> list[Measured]:
     """Measurements after each `every` steps."""
     return [(every * n, value) for n, value in enumerate(successes, 1)]
+
+
+def run_of(sft: SFTConfig, *, then_rl: bool = True) -> RunConfig:
+    """A run with this SFT, and with or without RL."""
+    return cast(RunConfig, SimpleNamespace(sft=sft, rl=object() if then_rl else None))
 
 
 def test_a_target_that_is_not_reached_is_told() -> None:
@@ -178,11 +184,11 @@ def test_a_decision_stays_when_the_distance_of_measurements_changes() -> None:
     found = [(5, result(0.1)), (10, result(0.6)), (14, result(0.8))]
     for every in (5, 4):
         sft = SFTConfig(steps=24, until=SFTUntilConfig(success=0.3, every=every))
-        decision = decided(sft, found, then_rl=True)
+        decision = decided(run_of(sft), found)
         assert decision is not None
         assert (decision.step, decision.last) == (10, 10)
     at_the_end = SFTConfig(steps=14, until=SFTUntilConfig(success=0.65, every=5))
-    assert decided(at_the_end, found, then_rl=True) is None, "all of its steps"
+    assert decided(run_of(at_the_end), found) is None, "all of its steps"
 
 
 def test_rl_begins_at_once_where_success_is_reached() -> None:
@@ -191,7 +197,8 @@ def test_rl_begins_at_once_where_success_is_reached() -> None:
         results = [cast(Evaluation, SimpleNamespace(success=estimate, num_episodes=128))] * 6
         until = SFTUntilConfig(success=0.4, patience=2, every=30)
         sft = SFTConfig(steps=500, until=until, optimizer=OptimizerConfig(schedule="wsd"))
-        return decided(sft, list(zip(range(30, 210, 30), results, strict=True)), then_rl=then_rl)
+        found = list(zip(range(30, 210, 30), results, strict=True))
+        return decided(run_of(sft, then_rl=then_rl), found)
 
     reached, alone, plateau = (
         ends(0.5, then_rl=True),
