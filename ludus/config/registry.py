@@ -26,6 +26,7 @@ from ludus.config.messages import explain
 from ludus.core.errors import ConfigError, LudusError, MissingDependency, did_you_mean
 from ludus.core.files import searched
 from ludus.core.modules import load_module, own_frame, told
+from ludus.core.sources import parse_module
 from ludus.core.types import Spec
 
 T = TypeVar("T")
@@ -222,7 +223,7 @@ def _without_attribute(path: str) -> str:
     try:
         source = Path(path).expanduser().read_text(encoding="utf-8")
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        names = [node.name for node in ast.parse(source).body if isinstance(node, kinds)]
+        names = [node.name for node in parse_module(source).body if isinstance(node, kinds)]
     except OSError:
         return f"there is no file {path}"
     except (SyntaxError, ValueError) as error:

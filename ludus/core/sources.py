@@ -1,4 +1,4 @@
-"""The source files of a user's plug-in, found without running any of them."""
+"""Python source without running it: its syntax tree, and the files of a user's plug-in."""
 
 from __future__ import annotations
 
@@ -7,9 +7,31 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _INSTALLED = {"site-packages", "dist-packages"}
+_RETRIES = 20
+
+
+def parse_module(source: str | bytes) -> ast.Module:
+    """Returns the syntax tree of a module, from any thread. Errors: those of `ast.parse`.
+
+    Before Python 3.11.8 and 3.12.2 all threads count the depth of their trees in one place, and
+    `ast.parse` in two at once may raise SystemError (python/cpython issue 106905). It is retried.
+    """
+    for _ in range(_RETRIES):
+        with suppress(SystemError):
+            return ast.parse(source)
+    return ast.parse(source)
+
+
+def parse_expression(source: str) -> ast.expr:
+    """Returns the syntax tree of an expression, as `parse_module`."""
+    for _ in range(_RETRIES):
+        with suppress(SystemError):
+            return ast.parse(source, mode="eval").body
+    return ast.parse(source, mode="eval").body
 
 
 def own_sources(file: Path) -> list[Path]:
@@ -54,7 +76,7 @@ def is_of_ludus(path: Path) -> bool:
 def _imports(path: Path, roots: list[Path]) -> Iterator[Path]:
     """Yields the files of the modules that a file imports, and of their packages."""
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = parse_module(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return
     if (init := path.with_name("__init__.py")).is_file():  # its package is imported first

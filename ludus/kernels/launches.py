@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.core.errors import DataError, did_you_mean
+from ludus.core.sources import parse_expression
 from ludus.kernels.occupancy import MAX_THREADS_PER_BLOCK
 
 Shape = tuple[int, ...]
@@ -215,7 +216,7 @@ class LineReader:
         if not text.isascii():
             raise self.error("an expression has plain letters only")
         try:
-            return ast.parse(text, mode="eval").body
+            return parse_expression(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise self.error(f"{text[:60]!r} is no expression such as (n + 255) / 256") from None
 

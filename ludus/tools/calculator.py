@@ -16,6 +16,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from ludus.core.sources import parse_expression
 from ludus.tools.base import ToolResult
 
 MAX_CHARS = 2_000
@@ -59,11 +60,11 @@ def evaluate(expression: str) -> Number:
     if len(text) > MAX_CHARS:
         raise Refused(f"the expression has {len(text)} characters; at most {MAX_CHARS} are read")
     try:
-        tree = ast.parse(text, mode="eval")
+        node = parse_expression(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError, SystemError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else type(error).__name__
         raise Refused(f"not an arithmetic expression ({reason}): {text[:80]!r}") from None
-    return _value(tree.body, 0)
+    return _value(node, 0)
 
 
 def _value(node: ast.expr, depth: int) -> Number:

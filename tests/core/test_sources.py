@@ -1,13 +1,16 @@
-"""The files of a user's plug-in: its own and those that it imports, found without running them."""
+"""Python source without running it: from threads, and the files of a user's plug-in."""
 
 from __future__ import annotations
 
+import ast
+import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from ludus.core.sources import own_sources
+from ludus.core.sources import own_sources, parse_expression, parse_module
 
 
 def write(folder: Path, **files: str) -> None:
@@ -19,6 +22,37 @@ def write(folder: Path, **files: str) -> None:
 
 def names(folder: Path, file: str) -> list[str]:
     return [str(path.relative_to(folder)) for path in own_sources(folder / file)]
+
+
+class Cyclic:
+    """Garbage whose finalizer lets another thread run in the middle of a parse."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        for _ in range(100):
+            pass
+
+
+def test_many_threads_parse_at_once() -> None:
+    """`ast.parse` of Python 3.11.7 fails here in one of some thousand calls."""
+
+    def parse(number: int) -> tuple[str, str]:
+        Cyclic()
+        tree = parse_module(f"x = 12 * 7 + {number}")
+        return ast.unparse(tree), ast.unparse(parse_expression(f"12 * 7 + {number}"))
+
+    before = gc.get_threshold(), sys.getswitchinterval()
+    gc.set_threshold(20)
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(16) as pool:
+            found = list(pool.map(parse, range(20_000)))
+    finally:
+        gc.set_threshold(*before[0])
+        sys.setswitchinterval(before[1])
+    assert found == [(f"x = 12 * 7 + {i}", f"12 * 7 + {i}") for i in range(20_000)]
 
 
 def test_imports_are_followed_and_not_executed(

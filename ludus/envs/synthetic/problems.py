@@ -25,6 +25,7 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import Field
 
 from ludus.core.errors import ConfigError, EnvError
+from ludus.core.sources import parse_expression
 from ludus.core.types import NO_ENV, Message, Observation, StepResult, Task
 from ludus.envs.base import Env, NoExpert
 from ludus.judges.answer import parse_number
@@ -123,7 +124,7 @@ def _substituted(side: str, known: Mapping[str, Fraction]) -> str:
 def _value(side: str, known: Mapping[str, Linear]) -> Linear:
     """The value of an expression. Errors: ValueError, ZeroDivisionError."""
     try:
-        return _of_node(ast.parse(side.strip(), mode="eval").body, known)
+        return _of_node(parse_expression(side.strip()), known)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"not an expression: {side!r:.80}") from error
 

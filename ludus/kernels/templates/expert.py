@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ludus.core.errors import DataError
+from ludus.core.sources import parse_expression
 from ludus.core.types import Task
 from ludus.kernels.launches import Shape
 
@@ -50,7 +51,7 @@ def expert_kernel(task: Task, seed: int = 0) -> str:
         raise DataError(f"task {task.id}: the expert knows the problems of generated_kernels only")
     rng = random.Random(f"kernel-expert:{task.id}:{seed}")
     try:
-        return _Author(shapes_of(task), rng).kernel(ast.parse(found[1], mode="eval").body)
+        return _Author(shapes_of(task), rng).kernel(parse_expression(found[1]))
     except (KeyError, ValueError) as error:
         raise DataError(f"task {task.id}: the expert does not know {error}") from None
 

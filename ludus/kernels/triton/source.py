@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ludus.core.errors import did_you_mean
+from ludus.core.sources import parse_module
 from ludus.kernels.triton.names import (
     ATTRIBUTES,
     BUILTINS,
@@ -94,7 +95,7 @@ def read_source(source: str) -> TritonSource:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes in strings
-            module = ast.parse(source)
+            module = parse_module(source)
         _check_depth(module)
     except SyntaxError as error:
         line = error.lineno or 1

@@ -25,6 +25,8 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ludus.core.sources import parse_module
+
 EASY, MEDIUM, HARD = "easy", "medium", "hard"
 TIERS = (EASY, MEDIUM, HARD)
 
@@ -80,7 +82,7 @@ def parse(code: str) -> ast.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes like "\d" in its texts
-            return ast.parse(code)
+            return parse_module(code)
     except SyntaxError as error:
         raise ValueError(f"is not Python: {error.msg} in its line {error.lineno}") from None
     except (MemoryError, RecursionError):
