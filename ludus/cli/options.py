@@ -73,7 +73,7 @@ def recipe_with_tools(recipe: str | None) -> Any:
 
 def check(config: Any, recipe: str, overrides: Sequence[str] | None) -> None:
     """Check the plug-ins of a configuration. Each line of an error names its override or recipe."""
-    from ludus.pipeline.parts.registries import check as check_plugins
+    from ludus.pipeline.parts.checks import check as check_plugins
 
     with named_origins(recipe, overrides):
         check_plugins(config)

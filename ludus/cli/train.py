@@ -193,7 +193,7 @@ def verify(
     """Check that sampler and learner compute the same bits; name the first different operation."""
     from ludus.diagnostics import profiling
     from ludus.pipeline.monitoring.progress import Display
-    from ludus.pipeline.parts.registries import IGNORED_BY_VERIFY
+    from ludus.pipeline.parts.effects import IGNORED_BY_VERIFY
 
     config = load(recipe, [*(overrides or []), "verify=true"])
     if config.rl is None:

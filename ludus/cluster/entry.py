@@ -56,7 +56,7 @@ def command_of(arguments: Sequence[str]) -> list[str]:
             return ["train", "--resume", run, *arguments[2:], "--runs-dir", folder]
         return ["train", *arguments, "--runs-dir", _runs_dir("runs", None)]
     from ludus.config.load import load_config
-    from ludus.pipeline.parts.registries import check
+    from ludus.pipeline.parts.checks import check
 
     config = load_config(arguments[0], arguments[1:])
     runs_dir = _runs_dir(config.runs_dir, config.mirror)

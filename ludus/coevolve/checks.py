@@ -12,7 +12,9 @@ from ludus.config.load import check_specs
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
 from ludus.core.types import Spec
-from ludus.pipeline.parts.registries import REGISTRIES, check, equal_samples
+from ludus.pipeline.parts.checks import check
+from ludus.pipeline.parts.effects import equal_samples
+from ludus.pipeline.parts.registries import REGISTRIES
 
 _KEY = re.compile(r"^[a-z_]+(?:\.\w+)+|^[a-z_]+")
 _NO_KEY = re.compile(r" is not (?:a key|an argument)\b")

@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -215,7 +216,8 @@ class _Raw:
         """
         for name in re.findall(r"`([\w.]+)", text):
             for key in ((*path, *name.split(".")), tuple(name.split("."))):
-                for length in range(len(key), len(path), -1):
+                equal = takewhile(lambda pair: pair[0] == pair[1], zip(key, path, strict=False))
+                for length in range(len(key), len(list(equal)), -1):
                     if key[:length] in self.overridden:
                         return f"override {self.overridden[key[:length]]}: {text}"
         for length in range(len(path), 0, -1):

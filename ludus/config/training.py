@@ -177,28 +177,6 @@ class SFTConfig(Section):
         default_factory=OptimizerConfig, description="The optimizer of this stage."
     )
 
-    @model_validator(mode="after")
-    def _measured(self) -> SFTConfig:
-        if self.until is None:
-            return self
-        faults = []
-        last = last_measured(self.steps, self.until.every)
-        if self.until.every > self.steps:
-            faults.append(
-                f"`until.every` ({self.until.every}) must be at most `steps` ({self.steps}): SFT "
-                "would be over before its first measurement; lower it too, or set `until` to null"
-            )
-            last = self.steps - 1
-        if self.until.min_steps > last:
-            faults.append(
-                f"`until.min_steps` ({self.until.min_steps}) must be at most {last}: no "
-                f"measurement comes later, before the end of {self.steps} `steps`, so `patience` "
-                f"and `min_gain` would have no effect (sft.until.min_steps={last})"
-            )
-        if faults:
-            raise ValueError("; ".join(faults))
-        return self
-
 
 class RLConfig(Section):
     """Reinforcement learning: sample groups, score, assign advantages, train."""

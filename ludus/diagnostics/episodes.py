@@ -27,7 +27,7 @@ from ludus.data.conversations import read_conversations, replay_all
 from ludus.data.expert import CodeBlocks, Demonstration, run_expert
 from ludus.envs import ENVS
 from ludus.envs.base import Env, NoExpert
-from ludus.pipeline.parts.registries import check
+from ludus.pipeline.parts.checks import check
 from ludus.pipeline.parts.tokenizer import (
     check_functions,
     formats_of,

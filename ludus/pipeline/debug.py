@@ -27,7 +27,8 @@ from ludus.data.expert import CodeBlocks, Demonstration, run_expert
 from ludus.data.splits import read_splits
 from ludus.envs.base import NoExpert
 from ludus.pipeline.build import build
-from ludus.pipeline.parts.registries import check, check_judges
+from ludus.pipeline.parts.checks import check
+from ludus.pipeline.parts.registries import check_judges
 from ludus.pipeline.parts.tokenizer import check_functions, make_renderers, make_tokenizer
 from ludus.pipeline.stages import sft_algorithm
 from ludus.rollout.collect import Collector

@@ -30,9 +30,9 @@ from ludus.pipeline.monitoring.budget import Budget, Timings
 from ludus.pipeline.monitoring.live import LiveRecord
 from ludus.pipeline.monitoring.notify import notifying, resolved_urls
 from ludus.pipeline.monitoring.progress import Display, Observer
+from ludus.pipeline.parts.checks import check
 from ludus.pipeline.parts.companions import PLAIN, LaunchOptions, check_options, companions
 from ludus.pipeline.parts.policy_checks import check_policies
-from ludus.pipeline.parts.registries import check
 from ludus.pipeline.parts.versions import code_changes, versions, write_code
 from ludus.pipeline.preflight.parts import check_parts
 from ludus.pipeline.preflight.preflight import preflight

@@ -170,7 +170,7 @@ def test_another_version_of_ray_is_refused(tmp_path: Path) -> None:
 
 def test_runs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     # The check takes seconds.
-    monkeypatch.setattr("ludus.pipeline.parts.registries.check", lambda config: None)
+    monkeypatch.setattr("ludus.pipeline.parts.checks.check", lambda config: None)
     monkeypatch.delenv("LUDUS_RUNS_DIR", raising=False)
     assert entry.command_of([RECIPE, "runs_dir=/data"])[-1] == "runs_dir=/data"
     assert entry.command_of([RECIPE, "mirror=s3://a/b"])[-1] == "runs_dir=runs"

@@ -377,26 +377,6 @@ def test_the_last_override_wins_and_takes_the_blame():
             "character",
         ),
         (
-            "sft={data: x, steps: 10, until: {every: 20}}",
-            "override sft={data: x, steps: 10, until: {every: 20}}: sft: `until.every` (20) must "
-            "be at most `steps` (10): SFT would be over before its first measurement; lower it "
-            "too, or set `until` to null",
-        ),
-        (
-            "sft={data: x, steps: 5, until: {min_steps: 10}}",
-            "override sft={data: x, steps: 5, until: {min_steps: 10}}: sft: `until.every` (10) "
-            "must be at most `steps` (5): SFT would be over before its first measurement; lower it "
-            "too, or set `until` to null; `until.min_steps` (10) must be at most 4: no measurement "
-            "comes later, before the end of 5 `steps`, so `patience` and `min_gain` would have no "
-            "effect (sft.until.min_steps=4)",
-        ),
-        (
-            "sft={data: x, steps: 20, until: {min_steps: 15}}",
-            "override sft={data: x, steps: 20, until: {min_steps: 15}}: sft: `until.min_steps` "
-            "(15) must be at most 10: no measurement comes later, before the end of 20 `steps`, so "
-            "`patience` and `min_gain` would have no effect (sft.until.min_steps=10)",
-        ),
-        (
             "sft.steps=99999999999999999999",
             "override sft.steps=99999999999999999999: sft.steps must be within 64 bits, got "
             "99999999999999999999",

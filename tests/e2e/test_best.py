@@ -135,9 +135,12 @@ def test_without_a_metric_none_is_the_best(ludus: Ludus) -> None:
         ),
         (
             ["rl.min_success_to_stop=0.5", "evaluate.every=0"],
-            ["rl.min_success_to_stop", "evaluate.every is 0"],
+            ["rl.min_success_to_stop", "`evaluate.every` is 0"],
         ),
-        (["rl.min_success_to_stop=0.5", "evaluate.every=5"], ["every is 5, rl.steps 5"]),
+        (
+            ["rl.min_success_to_stop=0.5", "evaluate.every=5"],
+            ["every` is 5, and RL has at most 5 steps"],
+        ),
         (["rl.min_success_to_stop=0.5", "tasks.heldout=null"], ["set tasks.heldout"]),
         (["rl.min_signal=0.1", "rl.algorithm=ppo"], ["rl.min_signal has no effect with ppo"]),
         (["rl.min_signal=0.1"], ["rl.min_signal has no effect", "RL has 5 (`rl.steps`)"]),

@@ -20,7 +20,7 @@ from ludus.envs.appworld.env import AppWorld
 from ludus.models.chat.by_task import TaskRenderers
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
-from ludus.pipeline.parts.registries import check
+from ludus.pipeline.parts.checks import check
 from ludus.rollout.collect import Collector
 from ludus.rollout.workflow import Agent
 from ludus.services.gateway.gateway import HttpGateway

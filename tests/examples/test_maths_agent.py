@@ -26,7 +26,7 @@ from ludus.judges.math import MathJudge
 from ludus.models.chat.by_task import TaskRenderers
 from ludus.models.chat.renderer import Renderer
 from ludus.models.chat.tokenizers import train_tokenizer
-from ludus.pipeline.parts.registries import check
+from ludus.pipeline.parts.checks import check
 from ludus.rollout.collect import Collector
 from ludus.rollout.tool_use import RunTools, read_functions
 from ludus.rollout.workflow import Agent

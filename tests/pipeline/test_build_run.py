@@ -23,7 +23,8 @@ from ludus.envs import ENVS as ENVIRONMENTS
 from ludus.pipeline.build import build, build_training, make_collector
 from ludus.pipeline.monitoring.budget import Timings
 from ludus.pipeline.monitoring.progress import Display
-from ludus.pipeline.parts.registries import check, plugin_files
+from ludus.pipeline.parts.checks import check
+from ludus.pipeline.parts.registries import plugin_files
 from ludus.pipeline.parts.tokenizer import (
     check_functions,
     environment_messages,

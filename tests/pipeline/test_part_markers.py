@@ -13,7 +13,7 @@ from ludus.core.errors import ConfigError
 from ludus.data.demonstrations import dropped_path, generate_demonstrations, load_demonstrations
 from ludus.data.splits import read_splits
 from ludus.pipeline.build import make_collector
-from ludus.pipeline.parts.registries import check
+from ludus.pipeline.parts.checks import check
 from ludus.pipeline.parts.tokenizer import check_functions
 from ludus.tasks.mixture import part_of, settings_of
 from ludus.tasks.readers import read_tasks

@@ -15,7 +15,7 @@ from ludus.core.types import Task
 from ludus.data.splits import read_splits
 from ludus.pipeline.launch import train
 from ludus.pipeline.monitoring.progress import Display
-from ludus.pipeline.parts.registries import check
+from ludus.pipeline.parts.checks import check
 from ludus.report.collect import read_evaluations
 from ludus.sandbox.layers import require_layers
 from ludus.telemetry.metrics import MetricsLog

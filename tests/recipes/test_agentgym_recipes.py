@@ -14,7 +14,7 @@ from ludus.core.errors import LudusError, MissingDependency
 from ludus.data.splits import read_splits
 from ludus.diagnostics import plan as planning
 from ludus.diagnostics.hardware import HARDWARE
-from ludus.pipeline.parts.registries import check
+from ludus.pipeline.parts.checks import check
 from ludus.tasks.mixture import part_of
 from ludus.train.schedule import turn_limit
 

@@ -12,7 +12,8 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import MissingDependency
 from ludus.diagnostics import plan as planning
 from ludus.diagnostics.hardware import HARDWARE
-from ludus.pipeline.parts.registries import check, parts_of
+from ludus.pipeline.parts.checks import check
+from ludus.pipeline.parts.registries import parts_of
 from ludus.tasks.ratios import shares
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -15,7 +15,7 @@ from ludus.config.schema import RolloutConfig, RunConfig
 from ludus.core.errors import ConfigError, ToolError
 from ludus.core.types import Spec, Status, Task, ToolCall, Trajectory
 from ludus.models.chat.by_task import TaskRenderers
-from ludus.pipeline.parts.registries import check
+from ludus.pipeline.parts.checks import check
 from ludus.rollout.agent_tools import AgentTools
 from ludus.rollout.collect import Collector
 from ludus.rollout.tool_use import RunTools, read_functions

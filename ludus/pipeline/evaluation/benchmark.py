@@ -45,7 +45,7 @@ from ludus.pipeline.evaluation.subjects import (
     play_subject,
 )
 from ludus.pipeline.monitoring.progress import BenchmarkBar
-from ludus.pipeline.parts.registries import equal_samples
+from ludus.pipeline.parts.effects import equal_samples
 from ludus.report.iterations import draw_iterations
 from ludus.store.settings import run_config
 from ludus.tasks.benchmarks import BENCHMARKS

@@ -34,7 +34,8 @@ from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.models.samplers.base import SamplingParams
 from ludus.pipeline.build import build, make_collector, make_limits
 from ludus.pipeline.evaluation.evaluate import play_heldout
-from ludus.pipeline.parts.registries import check_judges, equal_samples
+from ludus.pipeline.parts.effects import equal_samples
+from ludus.pipeline.parts.registries import check_judges
 from ludus.pipeline.parts.tokenizer import check_functions
 from ludus.rollout.collect import Collector
 from ludus.store.folders import RunFolder

@@ -23,7 +23,7 @@ from ludus.diagnostics import profiling
 from ludus.diagnostics.profiling import sampling
 from ludus.diagnostics.profiling.flames import flame_page, folded, speedscope, tree
 from ludus.diagnostics.profiling.sampling import PySpy, StackSampler, ThreadSampler
-from ludus.pipeline.parts import registries
+from ludus.pipeline.parts import checks
 from ludus.telemetry.occupancy import PARTS
 
 EVIL = "</script><script>window.hacked = 1</script>"
@@ -161,7 +161,7 @@ def test_the_profiled_run_is_short(tmp_path: Path) -> None:
         }
     )
     short = profiling.short_run(config, 7, tmp_path)
-    registries.check(short)
+    checks.check(short)
     assert short.rl
     assert short.sft
     assert short.demonstrations

@@ -11,7 +11,7 @@ from ludus.config.recipes import shipped_recipes
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
 from ludus.pipeline.monitoring.rl_end import METRIC, WINDOW, Signal
-from ludus.pipeline.parts.registries import check
+from ludus.pipeline.parts.checks import check
 from ludus.pipeline.quick import quick
 from ludus.telemetry.metrics import MetricsLog
 

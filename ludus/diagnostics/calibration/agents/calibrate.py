@@ -26,7 +26,8 @@ from ludus.diagnostics.calibration.starting import Start
 from ludus.diagnostics.episodes import Usage
 from ludus.diagnostics.hardware import find_hardware
 from ludus.diagnostics.plan import plan, shape_of
-from ludus.pipeline.parts.registries import check, check_judges
+from ludus.pipeline.parts.checks import check
+from ludus.pipeline.parts.registries import check_judges
 from ludus.tasks.readers import TaskList
 
 PLAY_S = 40.0

@@ -1,0 +1,79 @@
+"""Settings without effect are refused together, each with its origin and what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ludus.config.load import load_config, located
+from ludus.core.errors import ConfigError
+from ludus.pipeline.parts.checks import check
+
+RECIPE = "babyai-tiny"
+
+
+def refusals(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as refused:
+        check(load_config(RECIPE, overrides))
+    return located(RECIPE, overrides, str(refused.value)).splitlines()
+
+
+UNTIL: dict[str, Any] = {
+    "sft={data: x, steps: 10, until: {every: 20}}": [
+        "sft: `steps` is 10, so SFT would be over before its first measurement (`until.every` is "
+        "20): sft.until.every=10, or sft.until=null"
+    ],
+    "sft={data: x, steps: 5, until: {min_steps: 10}}": [
+        "sft: `steps` is 5, so SFT would be over before its first measurement (`until.every` is "
+        "10): sft.until.every=5, or sft.until=null",
+        "sft: `steps` is 5, so no measurement comes between step 0 and its end, and with "
+        "`until.min_steps` 10 `until.patience` and `until.min_gain` would have "
+        "no effect: sft.until.min_steps=0",
+    ],
+    "sft={data: x, steps: 20, until: {min_steps: 15}}": [
+        "sft: `steps` is 20, so no measurement comes between step 10 and its end, and with "
+        "`until.min_steps` 15 `until.patience` and `until.min_gain` would have "
+        "no effect: sft.until.min_steps=10"
+    ],
+}
+
+
+@pytest.mark.parametrize("override", UNTIL)
+def test_measurements_that_never_come(override: str) -> None:
+    told = refusals(override, "demonstrations=null")
+    assert told == [f"override {override}: {line}" for line in UNTIL[override]]
+
+
+def test_a_smaller_run_of_a_calibrated_recipe_is_refused_once() -> None:
+    """SFT's and RL's faults come together, so that one more try is enough."""
+    smaller = ["sft.steps=20", "rl.steps=10"]
+    own = ["sft.until={every: 30, min_steps: 100}", "rl.min_signal=0.02"]
+    told = refusals(*own, *smaller)
+    assert [line.partition(": ")[0] for line in told] == [
+        "override sft.steps=20",
+        "override sft.steps=20",
+        "override rl.steps=10",
+    ]
+    remedies = [line.rpartition(": ")[2] for line in told]
+    assert remedies == [
+        "sft.until.every=20, or sft.until=null",
+        "sft.until.min_steps=0",
+        "rl.min_signal=null, or more steps",
+    ]
+    mended = ["sft.until.every=20", "sft.until.min_steps=0", "rl.min_signal=null"]
+    check(load_config(RECIPE, [*own, *smaller, *mended]))
+
+
+@pytest.mark.parametrize("every", [0, 70, 500])
+def test_an_end_by_evaluations_that_never_come(every: int) -> None:
+    """RL has the steps that SFT leaves unused besides: with them 70."""
+    recipe = ["sft.steps=100", "sft.until={}", "rl.steps=20", "rl.steps_per_unused_sft_step=0.5"]
+    stop = ["rl.min_success_to_stop=0.9", "rl.min_signal=null"]
+    (told,) = refusals(*recipe, *stop, f"evaluate.every={every}")
+    assert told == (
+        f"override rl.steps=20: rl.min_success_to_stop: no evaluation comes between steps: "
+        f"`evaluate.every` is {every}, and RL has at most 70 steps (`rl.steps`): set "
+        "evaluate.every below that, or rl.min_success_to_stop to null"
+    ).replace("override rl.steps=20", f"override evaluate.every={every}")
+    check(load_config(RECIPE, [*recipe, *stop, "evaluate.every=69"]))
