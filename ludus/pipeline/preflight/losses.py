@@ -1,21 +1,29 @@
-"""The loss of `rl.algorithm` on made-up tokens: a loss of one's own that raises is told before
-demonstrations and SFT, and by `--quick-test`, whose groups may have nothing to train on."""
+"""The functions of `rl.algorithm` on made-up episodes and tokens.
+
+One of one's own that raises is told before demonstrations and SFT, and by `--quick-test`, whose
+groups may have nothing to train on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ludus.config.schema import RunConfig
-from ludus.core.errors import LudusError
+from ludus.core.errors import LudusError, TrainingError
+from ludus.core.types import Group, Message, Segment, Task, Trajectory
+from ludus.pipeline.preflight.limits import Findings
 from ludus.train import ALGORITHMS
 from ludus.train.algorithms.losses import LossInputs, computed, require_unit
 from ludus.train.optimizers.trust_region import NOT_MEASURED
 
 NUM_TOKENS = 8
 """Of two trajectories."""
+
+MOST_EPISODES = 4
+"""Made-up episodes of a group, at most; two groups have other rewards, one has equal ones."""
 
 
 def try_loss(config: RunConfig) -> Iterator[str]:
@@ -53,3 +61,57 @@ def try_loss(config: RunConfig) -> Iterator[str]:
         return
     if config.rl.optimizer.target_kl is not None and "kl" not in output.metrics:
         yield NOT_MEASURED
+
+
+def try_advantages(config: RunConfig, found: Findings) -> None:
+    """Add a fault where `advantages` or `keep` raises, or returns what cannot train.
+
+    A KeyError is only noted: an algorithm may read what the environment measures, which made-up
+    episodes do not have.
+    """
+    if config.rl is None:
+        return
+    algorithm: Any = ALGORITHMS.build(config.rl.algorithm, "rl.algorithm")
+    size = min(config.rl.group_size, MOST_EPISODES)
+    rewards = ([float(number % 2) for number in range(size)], [0.25] * size)
+    tried = f"(tried on {2 * size} made-up episodes of two turns, with rewards of 0, 0.25 and 1)"
+    try:
+        algorithm.assign([_group(number, row) for number, row in enumerate(rewards)])
+    except TrainingError as error:
+        if isinstance(error.__cause__, KeyError):
+            found.notes.append(f"{error} {tried}: go on if real episodes have it")
+        else:
+            found.faults.append(f"{error} {tried}")
+
+
+def _group(number: int, rewards: Sequence[float]) -> Group:
+    """Episodes with these rewards; all that models tell of their tokens is there."""
+    question, answer = Message(role="user", content="?"), Message(role="assistant", content="!")
+    task = Task(id=f"made-up-{number}", prompt=[question], answer="1", consistency=0.5)
+
+    def turn(parent: int, reward: float | None = None) -> Segment:
+        values = [-0.5, -0.25]
+        return Segment(
+            parent, [3, 4], values, answer, policy_version=0, reward=reward,
+            learner_logprobs=values, ref_logprobs=[-0.6, -0.2], values=[0.4, 0.5, 0.0],
+            entropies=[0.5, 0.5],
+        )  # fmt: skip
+
+    def given(parent: int) -> Segment:
+        return Segment(parent, [1, 2], message=question, values=[0.4, 0.4, 0.4])
+
+    return Group(
+        f"made-up/g{number}",
+        task,
+        [
+            Trajectory(
+                f"made-up/g{number}/{index}",
+                f"made-up/g{number}",
+                task.id,
+                [given(-1), turn(0, 0.0), given(1), turn(2, reward)],
+                reward=reward,
+                metrics={"success": float(reward >= 1)},
+            )
+            for index, reward in enumerate(rewards)
+        ],
+    )

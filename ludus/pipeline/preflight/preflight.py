@@ -1,7 +1,7 @@
 """Preflight: tries all parts of a run before demonstrations and before its folder exists.
 
     check_parts     device, model, sampler, tokenizer, template
-    loss            on made-up tokens
+    loss            on made-up tokens, and advantages on made-up episodes
     sft.data        read, and rendered
     episodes        a few of the expert, two of them twice, and of random words, against the limits
                     of the recipe; some held-out tasks, opened and stepped
@@ -45,7 +45,7 @@ from ludus.pipeline.preflight.limits import (
     token_needs,
     turn_needs,
 )
-from ludus.pipeline.preflight.losses import try_loss
+from ludus.pipeline.preflight.losses import try_advantages, try_loss
 from ludus.pipeline.preflight.parts import check_parts
 from ludus.pipeline.preflight.rewards import judge_expert, judge_rewards, slow_steps
 
@@ -74,6 +74,7 @@ def preflight(
     check_judges(config)
     found = Findings()
     found.faults += try_loss(config)
+    try_advantages(config, found)
     check_functions(config, splits.train, splits.heldout)
     make_limits(config, splits).close()
     conversations, _ = read_conversations(config, [], splits.train)

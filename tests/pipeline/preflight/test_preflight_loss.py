@@ -1,4 +1,4 @@
-"""A loss is tried on made-up tokens before demonstrations."""
+"""Loss and advantages are tried on made-up tokens and episodes before demonstrations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ludus.config.schema import RunConfig
-from ludus.pipeline.preflight.losses import try_loss
+from ludus.pipeline.preflight.limits import Findings
+from ludus.pipeline.preflight.losses import try_advantages, try_loss
 from ludus.train import ALGORITHMS
 
 OWN = """
@@ -30,6 +31,19 @@ def silent(inputs):
 
 def of(loss):
     return replace(ALGORITHMS.build("grpo"), name="own", loss=loss)
+
+def earning(value):
+    each = lambda groups: [[value(earned) for earned in group] for group in groups]
+    return replace(ALGORITHMS.build("grpo"), name="own", advantages=each)
+
+def keeping(keep): return replace(ALGORITHMS.build("grpo"), name="own", keep=keep)
+def crashing(): return earning(lambda earned: earned.reward)
+def short(): return replace(earning(id), advantages=lambda groups: [[0.0] for group in groups])
+def dividing(): return earning(lambda earned: 1.0 / earned.total)
+def infinite(): return earning(lambda earned: earned.total * float("inf"))
+def measuring(): return earning(lambda earned: earned.trajectory.metrics["steps"])
+def choosing(): return keeping(lambda rewards: rewards.mean() > 0)
+def sound(): return earning(lambda earned: earned.total)
 
 def raising(): return of(raises)
 def meaning(): return of(mean)
@@ -78,3 +92,35 @@ def test_a_target_of_kl_that_the_loss_does_not_measure_is_told(tmp_path: Path) -
     file.write_text(OWN)
     [fault] = try_loss(config(f"{file}:silently", target_kl=0.01))
     assert fault.startswith("rl.optimizer.target_kl has no effect")
+
+
+@pytest.mark.parametrize("name", [n for n in ALGORITHMS.names() if n != "sft"])
+def test_ready_made_advantages_pass(name: str) -> None:
+    found = Findings()
+    try_advantages(config(name), found)
+    assert (found.faults, found.notes) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("function", "faults", "notes"),
+    [
+        ("crashing", ["`advantages` raised AttributeError: 'Earned' object has no attribute"], []),
+        ("short", ["`advantages` returned [0.0] for the 4 trajectories of group made-up/g0"], []),
+        ("dividing", ["`advantages` raised ZeroDivisionError", "float division by zero"], []),
+        ("infinite", ["`advantages` of own returned nan for trajectory made-up/g0/0"], []),
+        ("measuring", [], ["`advantages` raised KeyError: 'steps'", "go on if real episodes have"]),
+        ("choosing", ["`keep` raised AttributeError: 'list' object has no attribute 'mean'"], []),
+        ("sound", [], []),
+    ],
+)
+def test_advantages_of_ones_own_are_tried(
+    tmp_path: Path, function: str, faults: list[str], notes: list[str]
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    found = Findings()
+    try_advantages(config(f"{file}:{function}"), found)
+    for told, parts in ((found.faults, faults), (found.notes, notes)):
+        assert len(told) == bool(parts), told
+        assert all(part in "".join(told) for part in parts), told
+        assert all("made-up episodes of two turns" in line for line in told)
