@@ -1,9 +1,13 @@
-"""A first episode of each level, so that a broken level is named and hides no other."""
+"""A first episode of each level, so that a broken level is named and hides no other.
+
+Where it raises, another task tells whether the whole level is broken.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ludus.core.errors import EpisodeTimeout
 from ludus.core.modules import told
@@ -45,36 +49,47 @@ async def healthy_levels(subject: Subject, player: Player) -> list[str]:
         return tiers
     faults: dict[str, list[str]] = {}
     untried: list[str] = []
+    partly: list[str] = []
     begun = time.monotonic()
     for tier in tiers:
         if time.monotonic() - begun > LEVELS_S:
             untried.append(tier)
-        elif fault := await _fault(subject, tier):
-            faults.setdefault(fault, []).append(tier)
+        elif fault := await _fault(subject, tier, 0):
+            if not fault.hangs and not await _fault(subject, tier, 1):
+                fault = replace(fault, text=f"{fault.text}, in its first task; its second plays")
+                partly.append(tier)
+            faults.setdefault(fault.text, []).append(tier)
     broken = [tier for those in faults.values() for tier in those]
     played = [tier for tier in tiers if tier not in broken and tier not in untried]
     # One fault of all levels is told by the other checks.
     told_here = played or untried or len(faults) > 1
-    for fault, those in faults.items() if told_here else ():
-        subject.error(NAME, f"{named(those)}: {fault}")
+    for text, those in faults.items() if told_here else ():
+        subject.error(NAME, f"{named(those)}: {text}")
     if told_here and (broken or untried):
         wait = "" if not untried else f" in {LEVELS_S:g} s"
         subject.tell(
             f"of {len(tiers)} levels {len(played)} can be played{wait}"
             + (f" ({named(played)})" if played else "")
-            + (f", {len(broken)} cannot" if broken else "")
+            + (f", {len(partly)} in part" if partly else "")
+            + (f", {len(broken) - len(partly)} cannot" if len(broken) > len(partly) else "")
             + (f", {len(untried)} not tried ({named(untried)})" if untried else "")
         )
     return [tier for tier in tiers if tier not in broken] or tiers
 
 
-async def _fault(subject: Subject, tier: str) -> str:
-    """The fault of a level's first episode; empty: none."""
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    text: str
+    hangs: bool = False
+
+
+async def _fault(subject: Subject, tier: str, seed: int) -> _Fault | None:
+    """The fault of an episode of a level; None: it has none."""
     player = Player(subject.make, subject.timeout_s, lambda *_: None)
     begun = time.monotonic()
 
     async def make() -> Task:
-        return made(subject.env_class, tier, 0)
+        return made(subject.env_class, tier, seed)
 
     try:
         task = await player.call("task", make)
@@ -86,18 +101,17 @@ async def _fault(subject: Subject, tier: str) -> str:
     except ForksOn:
         raise
     except NotImplementedError:  # `own_tasks` tells it
-        return ""
+        return None
     except EpisodeTimeout as error:
-        return str(error)
+        return _Fault(str(error), hangs=True)
     except Exception as error:
         if player.at is not None:
-            return f"{player.at[0]}: {' '.join(told(error, 200).split())}"
-        return " ".join(str(error).split()).replace(
-            f"task({tier!r}, 0)", "task", 1
-        )  # alike in all levels
+            return _Fault(f"{player.at[0]}: {' '.join(told(error, 200).split())}")
+        said = " ".join(str(error).split())
+        return _Fault(said.replace(f"task({tier!r}, {seed})", "task", 1))  # alike in all levels
     finally:
         player.close()
-    return ""
+    return None
 
 
 def named(tiers: Sequence[str]) -> str:

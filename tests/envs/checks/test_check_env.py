@@ -218,6 +218,21 @@ async def test_a_first_level_that_hangs_hides_no_other(
     assert error.detail == "'hangs': reset takes longer than 0.5 s"
 
 
+async def test_a_level_of_which_only_the_first_task_fails_can_be_played_in_part() -> None:
+    class Partly(Tiered):
+        async def reset(self, task: Task) -> Observation:
+            if task.id == "one/0":
+                raise KeyError("map")
+            return await super().reset(task)
+
+    told: list[str] = []
+    found = await check_env(Partly, 2, tell=told.append)
+    [error] = [finding for finding in found if finding.severity == "error"]
+    said = r"'one': reset: KeyError: 'map' \[.*, line \d+\], in its first task; its second plays"
+    assert re.fullmatch(said, error.detail), error
+    assert told[0] == "of 2 levels 1 can be played ('two'), 1 in part"
+
+
 async def test_levels_that_all_fail_alike_are_told_once() -> None:
     class Alike(faulty.Levels):
         async def reset(self, task: Task) -> Observation:
