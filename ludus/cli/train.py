@@ -21,6 +21,7 @@ from ludus.cli.options import (
     check,
     check_metrics,
     load,
+    named_origins,
 )
 from ludus.core.errors import ConfigError
 
@@ -110,7 +111,8 @@ def train(
             if in_process:
                 debug(str(recipe), overrides)
                 return
-            folder = launch.train(config, display, skip_damaged=skip_damaged, options=options)
+            with named_origins(str(recipe), overrides):
+                folder = launch.train(config, display, skip_damaged=skip_damaged, options=options)
     except launch.Stopped as stopped:
         display.close()
         typer.echo(str(stopped), err=True)
@@ -313,7 +315,9 @@ def plan(
 
     config = load(recipe, overrides)
     check(config, recipe, overrides)
-    on, usage = find_hardware(hardware, config.model), measure(config)
+    on = find_hardware(hardware, config.model)
+    with named_origins(recipe, overrides):
+        usage = measure(config)
     estimate = planning.plan(
         config,
         on,

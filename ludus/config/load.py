@@ -82,11 +82,17 @@ def load_as(
 
 
 def located(source: Source, overrides: Sequence[str], faults: str) -> str:
-    """Returns faults, one a line, each of which begins with a dotted key, with their origins: the
+    """Returns faults, one a line, with the origin of those that begin with a dotted key: the
     override, or the file and the line. `load_config` accepted `source` and `overrides`."""
     raw = _read(source)
-    _overridden(raw, _plain(raw.data, (), [], raw), overrides, [])
-    return "\n".join(raw.message(_key(fault, raw), fault) for fault in faults.splitlines())
+    data = _overridden(raw, _plain(raw.data, (), [], raw), overrides, [])
+    sections = {*RunConfig.model_fields, *data}
+
+    def told_with(fault: str) -> str:
+        path = _key(fault, raw)
+        return raw.message(path, fault) if path and path[0] in sections else fault
+
+    return "\n".join(map(told_with, faults.splitlines()))
 
 
 def _overridden(raw: _Raw, data: Any, overrides: Sequence[str], faults: list[str]) -> Any:
@@ -101,11 +107,19 @@ def _overridden(raw: _Raw, data: Any, overrides: Sequence[str], faults: list[str
 
 
 def _key(fault: str, raw: _Raw) -> PathKey:
-    """The dotted key that a fault begins with; of a plug-in whose name an override gives, that."""
+    """The dotted key that a fault begins with, or the key below it of an override that gives the
+    name of a plug-in, or the value that the fault quotes."""
     found = re.match(r"\w+(\.\w+)*", fault)
     parts = found[0].split(".") if found else []
     path = tuple(int(part) if part.isdecimal() else part for part in parts)
-    return (*path, "name") if (*path, "name") in raw.overridden else path
+    if (*path, "name") in raw.overridden:
+        return (*path, "name")
+    quoted = re.search(r"'([^']+)'", fault)
+    for key, override in raw.overridden.items():
+        value = override.partition("=")[2]
+        if quoted and len(key) > len(path) and key[: len(path)] == path and quoted[1] in value:
+            return key
+    return path
 
 
 def _needs(schema: type[BaseModel]) -> str:

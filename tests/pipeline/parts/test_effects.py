@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -77,3 +78,13 @@ def test_an_end_by_evaluations_that_never_come(every: int) -> None:
         "evaluate.every below that, or rl.min_success_to_stop to null"
     ).replace("override rl.steps=20", f"override evaluate.every={every}")
     check(load_config(RECIPE, [*recipe, *stop, "evaluate.every=69"]))
+
+
+def test_an_override_is_blamed_for_the_value_that_a_fault_quotes() -> None:
+    overrides = ["tasks.train.args.num_tasks=3", "tasks.train.args.tiers=[GoToObj, Foo]"]
+    told = located(RECIPE, overrides, "tasks.train.args: 'Foo' is no tier\nof all\nenv: 'x' fails")
+    assert told.splitlines()[:2] == [
+        "override tasks.train.args.tiers=[GoToObj, Foo]: tasks.train.args: 'Foo' is no tier",
+        "of all",
+    ]
+    assert re.fullmatch(r".*babyai-tiny\.yaml: env: 'x' fails \[line \d+\]", told.splitlines()[2])
