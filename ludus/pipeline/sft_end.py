@@ -165,8 +165,11 @@ def rl_steps(config: RunConfig, folder: RunFolder) -> int:
 def expected_gain(found: Sequence[Measured], steps: int, num_episodes: int) -> float:
     """Success that the steps up to `steps` are expected to add, with one standard error.
 
-    A line through the later half of the measurements, at least LEAST_FORECAST, over the logarithm
-    of the steps: equal gains for each doubling. Infinite where there are too few.
+    A line through the log-odds of the later half of the measurements, at least LEAST_FORECAST, over
+    the logarithm of the steps: each doubling multiplies the odds by the same. What begins to be
+    learned late is seen to rise: of chain_sum's 4 % after 380 steps and 10 % after 630, a line
+    through success itself promised 9 points to 1,450, its log-odds 23. Infinite where there are too
+    few.
 
     Args:
         num_episodes: of a measurement.
@@ -174,12 +177,20 @@ def expected_gain(found: Sequence[Measured], steps: int, num_episodes: int) -> f
     points = found[-max(LEAST_FORECAST, len(found) // 2) :]
     if len(points) < LEAST_FORECAST:
         return math.inf
+    half = 0.5 / num_episodes  # an episode more of each kind keeps the odds finite
     doublings = [math.log2(at) for at, _ in points]
+    odds = [math.log((value + half) / (1 - value + half)) for _, value in points]
     success, middle = fmean(value for _, value in points), fmean(doublings)
     spread = sum((x - middle) ** 2 for x in doublings)
-    slope = sum((x - middle) * y for x, (_, y) in zip(doublings, points, strict=True)) / spread
-    error = math.sqrt(max(success * (1 - success), 0.01) / num_episodes / spread)
-    return (slope + error) * (math.log2(steps) - doublings[-1])
+    slope = sum((x - middle) * y for x, y in zip(doublings, odds, strict=True)) / spread
+    error = math.sqrt(1 / max(success * (1 - success), 0.01) / num_episodes / spread)
+    now = fmean(odds) + slope * (doublings[-1] - middle)
+    end = now + (slope + error) * (math.log2(steps) - doublings[-1])
+    return _share(end) - _share(now)
+
+
+def _share(log_odds: float) -> float:
+    return 1 / (1 + math.exp(-log_odds))
 
 
 def recent(successes: Sequence[float]) -> float:

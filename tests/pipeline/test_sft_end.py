@@ -118,13 +118,95 @@ COIN = (0.375, 0.359, 0.242, 0.414, 0.367, 0.383, 0.383, 0.313, 0.391, 0.414)
 
 
 def test_a_gain_is_foretold_with_the_logarithm_of_the_steps() -> None:
-    doublings = [(100, 0.1), (200, 0.2), (400, 0.3), (800, 0.4)]
-    assert expected_gain(doublings, 3200, 10**9) == pytest.approx(0.2, abs=1e-3)
+    # Odds of 1:9, 1:4.5, 1:2.25, 1:1.125, which each doubling doubles; then 1.78:1 and 3.56:1.
+    doublings = [(100 * 2**n, 1 / (1 + 9 / 2**n)) for n in range(4)]
+    assert expected_gain(doublings, 3200, 10**9) == pytest.approx(0.78 - 0.4706, abs=1e-3)
     assert expected_gain(doublings, 800, 128) == 0.0
     assert expected_gain(doublings[:3], 3200, 128) == math.inf
-    assert expected_gain(doublings, 3200, 128) > 0.2, "with one standard error"
+    assert expected_gain(doublings, 3200, 128) > 0.32, "with one standard error"
     late = [(50 * n, 0.2) for n in range(1, 8)] + doublings[2:]
     assert expected_gain(late, 3200, 10**9) > 0.1, "of the later half alone"
+    none = [(100 * n, 0.0) for n in range(1, 6)]
+    assert 0 < expected_gain(none, 600, 128) < 0.1
+    assert expected_gain([(at, 1.0) for at, _ in none], 600, 128) < 0.01
+
+
+CHAIN_SUM = [
+    *(
+        0,
+        3,
+        2,
+        0,
+        0,
+        0,
+        2,
+        1,
+        3,
+        2,
+        1,
+        3,
+        1,
+        3,
+        1,
+        1,
+        3,
+        2,
+        3,
+        2,
+        4,
+        4,
+        2,
+        0,
+        5,
+        3,
+        4,
+        4,
+        1,
+        1,
+        5,
+        5,
+    ),
+    *(
+        3,
+        5,
+        3,
+        2,
+        5,
+        4,
+        7,
+        8,
+        4,
+        7,
+        5,
+        5,
+        4,
+        3,
+        5,
+        5,
+        4,
+        6,
+        8,
+        6,
+        12,
+        6,
+        8,
+        9,
+        2,
+        8,
+        13,
+        8,
+        9,
+        16,
+        13,
+    ),
+]
+"""A real curve, every 10 steps, of 128 episodes: the skill appears late, and then success rises
+fast. A line through success itself promised 9 points for the 820 steps that were left."""
+
+
+def test_sft_goes_on_where_a_skill_has_begun_to_appear() -> None:
+    until = SFTUntilConfig(success=0.4, patience=73, min_gain=0.1, min_steps=290)
+    assert reason_to_end(until, at(*(n / 128 for n in CHAIN_SUM)), 1450, 128) is None
 
 
 def test_sft_ends_where_what_is_left_of_it_promises_little() -> None:
