@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ludus.config.schema import RunConfig
@@ -104,6 +104,8 @@ def preflight(
     judge_rewards(config, sample, found)
     found.notes += slow_steps(config, sample)
     found.notes += _few_heldout(config, splits)
+    if not options.quick:
+        found.notes += _long_warm_ups(config)
     if found.faults:
         raise ConfigError("\n".join(found.faults))
     for text in found.notes:
@@ -141,6 +143,21 @@ def _few_heldout(config: RunConfig, splits: Splits) -> list[str]:
         f"evaluate.num_tasks_between: there are {number} held-out tasks, fewer than {between}: "
         "each evaluation plays all of them; lower it, or leave it out"
     ]
+
+
+def _long_warm_ups(config: RunConfig) -> Iterator[str]:
+    """Notes that the learning rate of a stage is not reached before its last optimizer step."""
+    steps = {"sft": config.sft.steps if config.sft else 0, "rl": 0}
+    if config.rl is not None:
+        steps["rl"] = config.rl.steps_after(steps["sft"]) * config.rl.epochs * config.rl.minibatches
+    for name, stage in (("sft", config.sft), ("rl", config.rl)):
+        if stage is None or (warm_up := stage.optimizer.warmup_steps) <= steps[name]:
+            continue
+        yield (
+            f"{name}.optimizer.warmup_steps: a warm-up of {warm_up:,} in {steps[name]:,} optimizer "
+            f"steps: the learning rate comes to {steps[name] / warm_up:.0%} of "
+            f"`{name}.optimizer.lr` at most; lower it"
+        )
 
 
 def _by_words(config: RunConfig) -> bool:

@@ -108,6 +108,17 @@ def test_a_limit_above_the_number_of_held_out_tasks_is_told(tmp_path: Path) -> N
     assert "num_tasks_between" not in of(5)
 
 
+@pytest.mark.parametrize(("warm_up", "said"), [(4, ""), (16, "comes to 25% of `sft.optimizer.lr`")])
+def test_a_warm_up_beyond_the_last_step_is_told(tmp_path: Path, warm_up: int, said: str) -> None:
+    config = recipe(tmp_path)
+    assert config.sft
+    optimizer = config.sft.optimizer.model_copy(update={"warmup_steps": warm_up})
+    sft = config.sft.model_copy(update={"steps": 4, "optimizer": optimizer})
+    notes = "\n".join(told(config.model_copy(update={"sft": sft})))
+    assert ("sft.optimizer.warmup_steps" in notes) == bool(said)
+    assert said in notes
+
+
 # Model, tokenizer, device, template, sampler
 
 
