@@ -158,9 +158,8 @@ class SFTConfig(Section):
     until: SFTUntilConfig | None = Field(
         None,
         description="Measure the policy while it learns, and end SFT early: RL learns most from a "
-        "policy that succeeds in some episodes and is still undecided. With the schedule `wsd`, "
-        "the rate falls first, over a third more steps, where success does not rise, or no RL "
-        "follows. Null: all steps.",
+        "policy that succeeds in some episodes and is still undecided. Where no RL follows, the "
+        "rate of the schedule `wsd` falls first, over a third more steps. Null: all steps.",
     )
     episodes_per_step: int = Field(32, ge=1, description="Demonstrations per optimizer step.")
     observation_weight: float = Field(

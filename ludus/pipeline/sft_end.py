@@ -38,9 +38,9 @@ LEAST_FORECAST = 4
 """Measurements that a forecast needs."""
 
 FALL = 0.25
-"""Share of the steps in which the rate of `wsd` falls once a plateau has ended SFT, or success and
-no RL follows. letter_counting had 61 % at the decision, 80 % where the rate fell in a fifth of the
-steps, 85 % in two fifths; RL then gains less (docs/log.md)."""
+"""Share of the steps in which the rate of `wsd` falls once a measurement has ended SFT and no RL
+follows. letter_counting had 61 % at the decision, 80 % where the rate fell in a fifth of the steps,
+85 % in two fifths; RL then gains less (docs/log.md)."""
 
 LABEL = "sft"
 """Label of the measurements: `evaluate/sft` in the store."""
@@ -119,8 +119,8 @@ class Decision:
 def decided(config: RunConfig, found: Sequence[tuple[int, Evaluation]]) -> Decision | None:
     """The decision of these measurements to end SFT; None: it goes on.
 
-    RL begins at once where `until.success` is reached: a policy that is still undecided gains most
-    by it.
+    RL begins at once, from a policy that is still undecided, which gains most by it. Where none
+    follows, the rate falls first.
     """
     sft = config.sft
     if sft is None or sft.until is None:
@@ -131,8 +131,7 @@ def decided(config: RunConfig, found: Sequence[tuple[int, Evaluation]]) -> Decis
             break
         reason = reason_to_end(sft.until, curve[:number], sft.steps, evaluation.num_episodes)
         if reason is not None:
-            to_rl = config.rl is not None and _is_reached(sft.until, curve[:number])
-            return Decision(at, reason, at if to_rl else last_step(sft, at))
+            return Decision(at, reason, at if config.rl is not None else last_step(sft, at))
     return None
 
 
@@ -198,11 +197,6 @@ def recent(successes: Sequence[float]) -> float:
     return fmean(successes[-RECENT:])
 
 
-def _is_reached(until: SFTUntilConfig, found: Sequence[Measured]) -> bool:
-    """True where the newest measurements have `until.success`."""
-    return recent([value for _, value in found]) >= until.success
-
-
 def _last_ones(successes: Sequence[float]) -> str:
     """The measurements of which `recent` is the mean, in words."""
     return "the last two measurements" if len(successes) >= RECENT else "the measurement"
@@ -243,7 +237,7 @@ def reason_to_end(
     if not successes:
         return None
     level = recent(successes)
-    if _is_reached(until, found):
+    if level >= until.success:
         of = _last_ones(successes)
         return f"{level:.0%} of the sampled episodes of {of} succeed (until.success)"
     if found[-1][0] < until.min_steps:

@@ -273,26 +273,17 @@ def test_a_decision_stays_when_the_distance_of_measurements_changes() -> None:
     assert decided(run_of(at_the_end), found) is None, "all of its steps"
 
 
-def test_rl_begins_at_once_where_success_is_reached() -> None:
-    def ends(success: float, *, then_rl: bool) -> Decision | None:
-        estimate = SimpleNamespace(value=success)
-        results = [cast(Evaluation, SimpleNamespace(success=estimate, num_episodes=128))] * 6
-        until = SFTUntilConfig(success=0.4, patience=2, every=30)
-        sft = SFTConfig(steps=500, until=until, optimizer=OptimizerConfig(schedule="wsd"))
-        found = list(zip(range(30, 210, 30), results, strict=True))
-        return decided(run_of(sft, then_rl=then_rl), found)
-
-    reached, alone, plateau = (
-        ends(0.5, then_rl=True),
-        ends(0.5, then_rl=False),
-        ends(0.3, then_rl=True),
-    )
-    assert reached is not None
-    assert (reached.step, reached.last) == (30, 30)
-    assert alone is not None
-    assert (alone.step, alone.last) == (30, 40)
-    assert plateau is not None
-    assert (plateau.step, plateau.last) == (90, 120)
+@pytest.mark.parametrize(("success", "step"), [(0.5, 30), (0.3, 90)], ids=["reached", "plateau"])
+def test_rl_begins_at_once_and_without_it_the_rate_falls(success: float, step: int) -> None:
+    estimate = SimpleNamespace(value=success)
+    results = [cast(Evaluation, SimpleNamespace(success=estimate, num_episodes=128))] * 6
+    until = SFTUntilConfig(success=0.4, patience=2, every=30)
+    sft = SFTConfig(steps=500, until=until, optimizer=OptimizerConfig(schedule="wsd"))
+    found = list(zip(range(30, 210, 30), results, strict=True))
+    for then_rl, last in ((True, step), (False, step * 4 // 3)):
+        decision = decided(run_of(sft, then_rl=then_rl), found)
+        assert decision is not None
+        assert (decision.step, decision.last) == (step, last)
 
 
 def test_steps_that_sft_leaves_are_added_to_those_of_rl(
