@@ -125,9 +125,10 @@ class SFTUntilConfig(Section):
         gt=0,
         lt=1,
         description="End SFT where all the steps that are left are not expected to raise success "
-        "by this much: the log-odds of success rise with the logarithm of the steps, by a line "
-        "through at least four measurements, and one standard error is added. Never while less "
-        "than 0.1 of the episodes succeed. Null: never.",
+        "by this much at a success p of one half, and by 4p(1 - p) times as much elsewhere, since "
+        "RL learns less too where fewer episodes differ. The log-odds of success rise with the "
+        "logarithm of the steps, by a line through at least four measurements, and one standard "
+        "error is added. Never while less than 0.1 of the episodes succeed. Null: never.",
     )
     min_steps: int = Field(
         0,

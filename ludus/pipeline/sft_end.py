@@ -251,7 +251,7 @@ def reason_to_end(
     if until.min_gain is None or found[-1][0] >= steps or level < LEAST:
         return None
     gain = expected_gain(found, steps, num_episodes)
-    if gain < until.min_gain:
+    if gain < until.min_gain * 4 * level * (1 - level):  # RL learns from episodes that differ
         return (
             f"{level:.0%} of the sampled episodes of {_last_ones(successes)} succeed, and the "
             f"{steps - found[-1][0]:,} steps that are left are expected to add "

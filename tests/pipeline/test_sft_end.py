@@ -206,7 +206,11 @@ fast. A line through success itself promised 9 points for the 820 steps that wer
 
 def test_sft_goes_on_where_a_skill_has_begun_to_appear() -> None:
     until = SFTUntilConfig(success=0.4, patience=73, min_gain=0.1, min_steps=290)
-    assert reason_to_end(until, at(*(n / 128 for n in CHAIN_SUM)), 1450, 128) is None
+    found = at(*(n / 128 for n in CHAIN_SUM))
+    assert reason_to_end(until, found, 1450, 128) is None
+    assert expected_gain(found, 900, 128) < 0.07
+    assert reason_to_end(until, found, 900, 128) is None, "RL from 11 % would gain even less"
+    assert reason_to_end(until, found, 700, 128) is not None
 
 
 def test_sft_ends_where_what_is_left_of_it_promises_little() -> None:
@@ -229,9 +233,11 @@ def test_sft_ends_where_what_is_left_of_it_promises_little() -> None:
     assert reason_to_end(without, at(*COIN[:4], every=100), 1080, 128) is None
     chance = [0.16, 0.16, 0.21, 0.16, 0.14]
     until = until.model_copy(update={"min_gain": 0.1})
-    assert reason_to_end(until, at(*chance, every=30), 1900, 128) is not None
+    assert reason_to_end(until, at(*chance, every=30), 1900, 128) is None, "it may still rise"
+    chance = [0.16] * 9
+    assert reason_to_end(until, at(*chance, every=30), 600, 128) is not None
     later = until.model_copy(update={"min_steps": 292})
-    assert reason_to_end(later, at(*chance, every=30), 1900, 128) is None, "no trend at chance"
+    assert reason_to_end(later, at(*chance, every=30), 600, 128) is None, "no trend at chance"
     assert reason_to_end(later, at(0.5, 0.5, every=30), 1900, 128) is not None, "enough success"
     stands = at(*[0.2] * 10, every=30)
     assert reason_to_end(later, stands[:9], 1900, 128) is None, "nor patience"
