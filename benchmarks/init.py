@@ -66,9 +66,9 @@ NOTES = """
   50 held out (seed 1 with observations), RL learns the training numbers by heart: `init` foretells
   it, and the run tells it.
 - chain_sum: two quiet cores; in rows 1 and 2 `target_kl` follows the last iterations together. The
-  recipe before (one iteration) went from 19.0 to 22.2 %, from 46.0 to 47.6 % and from 15.7 to 15.2 %; with
-  answers alone, seeds 0 to 2 went from 13.1 to 21.3, 16.5 to 22.9 and 22.4 to 22.1 %. In the trial
-  success does not rise yet, so `init` warns.
+  recipe before (one iteration) went from 19.0 to 22.2 %, from 46.0 to 47.6 % and from 15.7 to
+  15.2 %; with answers alone, seeds 0 to 2 went from 13.1 to 21.3, 16.5 to 22.9 and 22.4 to
+  22.1 %. In the trial success does not rise yet, so `init` warns.
 - Unlock 0: on one core, so the recipe took 2.7 times its minutes; its expert needs 94 turns on
   average, and nothing was learned, as foretold.
 - GoToObjMaze 0: other work ran beside it, and the recipe took three times its minutes: an episode

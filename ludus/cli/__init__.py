@@ -167,5 +167,7 @@ def main() -> None:
 
 
 def _fail(error: LudusError) -> NoReturn:
-    typer.echo(f"ludus: {printable(str(error))}", err=True)
+    from ludus.config.secrets import without_passwords
+
+    typer.echo(f"ludus: {printable(without_passwords(str(error)))}", err=True)
     raise SystemExit(error.exit_code) from None

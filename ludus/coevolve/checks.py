@@ -19,6 +19,7 @@ from ludus.pipeline.parts.registries import REGISTRIES
 _KEY = re.compile(r"^[a-z_]+(?:\.\w+)+|^[a-z_]+")
 _NO_KEY = re.compile(r" is not (?:a key|an argument)\b")
 _HINT = re.compile(r"did you mean ([a-z_]+(?:\.\w+)*)\?")
+_REMEDY = re.compile(r" ((?:sft|rl)(?:\.\w+)+=)")
 _READ_A_FILE = {"agentgym", "benchmark", "json"}
 _SECTIONS = ("start", "curriculum", "executor")
 
@@ -119,6 +120,7 @@ def _placed(line: str, section: str, roles: Roles) -> str:
         place = "shared"
     if _NO_KEY.search(line):  # the hint is a key too; that of a plug-in is a name
         line = _HINT.sub(rf"did you mean {place}.\1?", line)
+    line = _REMEDY.sub(rf" {place}.\1", line)
     return f"{place}.{line}"
 
 

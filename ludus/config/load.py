@@ -27,7 +27,7 @@ from ludus.config.overrides import apply_override
 from ludus.config.recipes import shipped_recipes
 from ludus.config.registry import Registry
 from ludus.config.schema import RunConfig
-from ludus.config.secrets import shown_override
+from ludus.config.secrets import shown_override, without_passwords
 from ludus.core.errors import ConfigError, LudusError, MissingDependency, did_you_mean
 from ludus.core.files import NOT_REGULAR
 from ludus.core.modules import load_module, told
@@ -99,8 +99,9 @@ def _overridden(raw: _Raw, data: Any, overrides: Sequence[str], faults: list[str
     """Returns `data` with the overrides, of which `raw` notes the places."""
     for override in overrides:
         try:
+            before = data
             path, data = apply_override(data, override)
-            raw.mark(path, override)
+            raw.mark(path, override, before)
         except ConfigError as error:
             faults.append(str(error))
     return data
@@ -117,7 +118,8 @@ def _key(fault: str, raw: _Raw) -> PathKey:
     quoted = re.search(r"'([^']+)'", fault)
     for key, override in raw.overridden.items():
         value = override.partition("=")[2]
-        if quoted and len(key) > len(path) and key[: len(path)] == path and quoted[1] in value:
+        below = len(key) > len(path) and key[: len(path)] == path
+        if quoted and below and re.search(rf"(?<!\w){re.escape(quoted[1])}(?!\w)", value):
             return key
     return path
 
@@ -228,6 +230,7 @@ class _Raw:
 
         A rule about several keys names them between backticks; it blames an override of any.
         """
+        text = without_passwords(text)
         for name in re.findall(r"`([\w.]+)", text):
             for key in ((*path, *name.split(".")), tuple(name.split("."))):
                 equal = takewhile(lambda pair: pair[0] == pair[1], zip(key, path, strict=False))
@@ -241,15 +244,24 @@ class _Raw:
                 return f"{self.origin}: {text} [line {self.lines[path[:length]]}]"
         return f"{self.origin}: {text}"
 
-    def mark(self, path: PathKey, override: str) -> None:
-        """Note that `path` and everything below it come from the override."""
+    def mark(self, path: PathKey, override: str, before: Any) -> None:
+        """Note that `path` and everything below it come from the override, and so do the sections
+        above it that `before`, the values without it, does not have."""
         override = shown_override(override)
         for origins in (self.lines, self.overridden):
             for key in [key for key in origins if key[: len(path)] == path]:
                 del origins[key]
         for length in range(1, len(path) + 1):
-            if path[:length] not in self.lines:
+            before = _item(before, path[length - 1])
+            if path[:length] not in self.lines and (length == len(path) or before is None):
                 self.overridden.setdefault(path[:length], override)
+
+
+def _item(value: Any, key: str | int) -> Any:
+    """The value at a key of a mapping, or an index of a list; None where there is none."""
+    if isinstance(value, list):
+        return value[key] if isinstance(key, int) and key < len(value) else None
+    return value.get(key) if isinstance(value, dict) else None
 
 
 # Reading a source

@@ -20,6 +20,10 @@ LONGEST = 160
 
 MASK = "***"
 _PASSWORD = re.compile(r"://[^/@\s]+@")
+_KEYED = re.compile(
+    r"""(?i)(?<![a-z])(api_?key|(?:access_?|auth_?)?token|password|secret)(["']?\s*[:=]\s*)"""
+    r"""(?!\s*\*\*\*)("[^"]*"|'[^']*'|[^\s,}\]]+)"""
+)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30})://")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
@@ -59,16 +63,21 @@ def is_secret(name: object) -> bool:
     return bool(get_close_matches(text, KEYS, n=1, cutoff=0.75))
 
 
+def without_passwords(text: str) -> str:
+    """A text whose URLs have no password."""
+    return _PASSWORD.sub(f"://{MASK}@", text)
+
+
 def shown_override(override: str) -> str:
-    """An override as messages show it: a secret's value and a URL's password are masked, and a
-    long one is cut."""
+    """An override as messages show it: a secret's value, those of `api_key`, `token`, `password`
+    and `secret`, and a URL's password are masked, and a long one is cut."""
     text = override.strip()
     words = re.finditer(r"\w+", text)
     if (secret := next((word for word in words if is_secret(word[0])), None)) is not None:
         key = re.match(r"[\w.]*", text)
         end = min(secret.end(), key.end() if key else 0)
         return f"{text[:end]}={MASK}"
-    text = _PASSWORD.sub(f"://{MASK}@", text)
+    text = _KEYED.sub(lambda found: f"{found[1]}{found[2]}{MASK}", without_passwords(text))
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 

@@ -84,6 +84,8 @@ def quick(config: RunConfig) -> tuple[RunConfig, list[str]]:
         told += f" of a tiny model from scratch in place of {config.model.path}"
         _from_scratch(data)
     if data["rl"] is not None:
+        episodes = data["rl"]["groups_per_step"] * data["rl"]["group_size"]
+        data["rl"]["minibatches"] = min(data["rl"]["minibatches"], episodes)
         data["rl"]["steps_per_unused_sft_step"] = 0.0
         data["rl"] |= {"min_success_to_stop": None, "min_signal": None}  # of more steps than these
     if data["sft"] is not None and data["sft"]["until"] is not None:

@@ -189,7 +189,7 @@ def expected_gain(found: Sequence[Measured], steps: int, num_episodes: int) -> f
 
 
 def _share(log_odds: float) -> float:
-    return 1 / (1 + math.exp(-log_odds))
+    return 1 / (1 + math.exp(min(-log_odds, 700.0)))
 
 
 def recent(successes: Sequence[float]) -> float:

@@ -5,8 +5,9 @@ Where it raises, another task tells whether the whole level is broken.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ludus.core.errors import EpisodeTimeout
@@ -18,6 +19,8 @@ from ludus.envs.checks.play import ForksOn, Player
 from ludus.envs.checks.subject import Subject
 
 NAME = "levels"
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 LEVELS_S = 20.0
 """Seconds in which episodes begin; of levels that are left no more is known."""
@@ -61,10 +64,13 @@ async def healthy_levels(subject: Subject, player: Player) -> list[str]:
             faults.setdefault(fault.text, []).append(tier)
     broken = [tier for those in faults.values() for tier in those]
     played = [tier for tier in tiers if tier not in broken and tier not in untried]
+    faults = _alike(faults)
     # One fault of all levels is told by the other checks.
     told_here = played or untried or len(faults) > 1
-    for text, those in faults.items() if told_here else ():
+    for text, those in list(faults.items())[:MOST_NAMED] if told_here else ():
         subject.error(NAME, f"{named(those)}: {text}")
+    if told_here and (left := list(faults.values())[MOST_NAMED:]):
+        subject.error(NAME, f"{named([tier for those in left for tier in those])}: other faults")
     if told_here and (broken or untried):
         wait = "" if not untried else f" in {LEVELS_S:g} s"
         subject.tell(
@@ -112,6 +118,17 @@ async def _fault(subject: Subject, tier: str, seed: int) -> _Fault | None:
     finally:
         player.close()
     return None
+
+
+def _alike(faults: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """The levels by fault, where faults that differ in a level's name or an address are one."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for fault, those in faults.items():
+        key = _ADDRESS.sub("0x", fault)
+        for tier in those:
+            key = re.sub(rf"(?<!\w){re.escape(tier)}(?!\w)", "", key)
+        found.setdefault(key, (fault, []))[1].extend(those)
+    return dict(found.values())
 
 
 def named(tiers: Sequence[str]) -> str:

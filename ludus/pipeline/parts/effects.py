@@ -153,9 +153,10 @@ def _inert_until(sft: SFTConfig, until: SFTUntilConfig) -> Iterator[str]:
         )
     if until.min_steps > last:
         yield (
-            f"sft: `steps` is {sft.steps}, so no measurement comes between step {last} and "
-            f"its end, and with `until.min_steps` {until.min_steps} `until.patience` and "
-            f"`until.min_gain` would have no effect: sft.until.min_steps={last}"
+            f"sft: `steps` is {sft.steps} and `until.every` {until.every}, so no measurement comes "
+            f"between step {last} and the end, and with `until.min_steps` {until.min_steps} "
+            f"`until.patience` and `until.min_gain` would have no effect: "
+            f"sft.until.min_steps={last}"
         )
 
 

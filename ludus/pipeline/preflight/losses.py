@@ -7,23 +7,29 @@ groups may have nothing to train on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from ludus.config.schema import RunConfig
 from ludus.core.errors import LudusError, TrainingError
+from ludus.core.modules import told
 from ludus.core.types import Group, Message, Segment, Task, Trajectory
 from ludus.pipeline.preflight.limits import Findings
 from ludus.train import ALGORITHMS
+from ludus.train.algorithms.base import Assignment
+from ludus.train.algorithms.credit import Earned, Outcome, spread
 from ludus.train.algorithms.losses import LossInputs, computed, require_unit
 from ludus.train.optimizers.trust_region import NOT_MEASURED
 
 NUM_TOKENS = 8
 """Of two trajectories."""
 
-MOST_EPISODES = 4
-"""Made-up episodes of a group, at most; two groups have other rewards, one has equal ones."""
+_OWN = (Earned, Trajectory, Segment, Task, list)
+
+MOST_EPISODES = 1024
+"""Made-up episodes of a group, at most."""
 
 
 def try_loss(config: RunConfig) -> Iterator[str]:
@@ -66,8 +72,8 @@ def try_loss(config: RunConfig) -> Iterator[str]:
 def try_advantages(config: RunConfig, found: Findings) -> None:
     """Add a fault where `advantages` or `keep` raises, or returns what cannot train.
 
-    A KeyError is only noted: an algorithm may read what the environment measures, which made-up
-    episodes do not have.
+    What a function of whole episodes raises is only noted, unless it is a wrong name: it may read
+    what the environment measures, which made-up episodes do not have.
     """
     if config.rl is None:
         return
@@ -76,12 +82,45 @@ def try_advantages(config: RunConfig, found: Findings) -> None:
     rewards = ([float(number % 2) for number in range(size)], [0.25] * size)
     tried = f"(tried on {2 * size} made-up episodes of two turns, with rewards of 0, 0.25 and 1)"
     try:
-        algorithm.assign([_group(number, row) for number, row in enumerate(rewards)])
-    except TrainingError as error:
-        if isinstance(error.__cause__, KeyError):
-            found.notes.append(f"{error} {tried}: go on if real episodes have it")
+        groups = [_group(number, row) for number, row in enumerate(rewards)]
+        found.notes += _upside_down(algorithm.assign(groups), tried)
+    except Exception as error:  # a user's code, and what ludus computes with its results
+        cause = error.__cause__ if isinstance(error, TrainingError) else None
+        text = f"{error}" if isinstance(error, LudusError) else f"rl.algorithm: {told(error)}"
+        raised = text.startswith("rl.algorithm: `advantages` raised")
+        by_rewards = isinstance(algorithm.advantages, Outcome) or not raised
+        if cause is None or by_rewards or _is_wrong_name(cause):
+            found.faults.append(f"{text} {tried}")
         else:
-            found.faults.append(f"{error} {tried}")
+            found.notes.append(f"{text} {tried}: go on if real episodes have what it needs")
+
+
+def _upside_down(assigned: Assignment, tried: str) -> Iterator[str]:
+    """Notes that rewards of 1 get no higher advantages than rewards of 0 in the same group."""
+    means: dict[float, list[float]] = {0.0: [], 1.0: []}
+    for trajectory, advantage in assigned.pairs:
+        values = [value for row in spread(trajectory, advantage) for value in row]
+        if trajectory.reward in means and values:
+            means[trajectory.reward].append(fmean(values))
+    if not all(means.values()):
+        return
+    low, high = (fmean(means[reward]) for reward in (0.0, 1.0))
+    if low == high:
+        yield (
+            "rl.algorithm: episodes with a reward of 1 get the same advantage as those of 0, so "
+            f"nothing is learned {tried}"
+        )
+    elif low > high:
+        yield (
+            f"rl.algorithm: episodes with a reward of 1 get an advantage of {high:.3g}, those of 0 "
+            f"one of {low:.3g}, so the policy learns to fail {tried}"
+        )
+
+
+def _is_wrong_name(error: BaseException) -> bool:
+    """True for a name that is not defined, or that ludus' own objects do not have."""
+    attribute = isinstance(error, AttributeError) and isinstance(error.obj, _OWN)
+    return attribute or isinstance(error, NameError | ImportError)
 
 
 def _group(number: int, rewards: Sequence[float]) -> Group:

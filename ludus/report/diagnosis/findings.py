@@ -156,12 +156,13 @@ def longer_sft(history: History, config: RunConfig) -> str:
         return ""
     if steps[0] > (1 - UNUSED) * sft.steps:
         return ""
+    later = f"a higher `sft.until.patience`, now {sft.until.patience}"
     if reached[0] >= sft.until.success:
         way = f"a higher `sft.until.success`, now {sft.until.success:g}"
     elif sft.until.min_gain is not None:
-        way = "`sft.until.min_gain=null`"
+        way = f"`sft.until.min_gain=null`, or {later}"
     else:
-        way = f"a higher `sft.until.patience`, now {sft.until.patience}"
+        way = later
     return f"; or let SFT go on: it ended after {steps[0]:,.0f} of {sft.steps:,} steps ({way})"
 
 

@@ -110,10 +110,7 @@ def _more_heldout(config: RunConfig) -> str:
     args = heldout.args if heldout else {}
     most = args.get("num_tasks", args.get("limit"))
     if number is None or (isinstance(most, int) and number >= most):
-        return (
-            "hold out more tasks (`tasks.heldout.args`): evaluations already take all that there "
-            "are"
-        )
+        return "hold out more tasks (`tasks.heldout.args`), of which evaluations take all are"
     return "evaluate more tasks (`evaluate.num_tasks`)"
 
 

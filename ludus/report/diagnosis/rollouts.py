@@ -19,6 +19,10 @@ NO_SIGNAL = (0.9, 0.99)
 """Share of groups whose episodes have equal rewards. At 0.9, a batch of 32 groups trains on 3. Runs
 that learn are between 0.1 and 0.6, and come near 0.8 once most tasks are solved."""
 
+WITHOUT_ADVANTAGE = 0.1
+"""Share of groups with different rewards, and without an advantage, from which the algorithm is
+blamed."""
+
 MIN_GROUPS = 50
 """Groups before their share is judged: without a success in 50, pass@k is below 6 % (95 %)."""
 
@@ -91,6 +95,15 @@ def no_signal(history: History, config: RunConfig) -> Found | None:
     steps = len(signal)
     failed = mean(history.last("rollout/groups_failed", steps) or [0.0])
     solved = mean(history.last("rollout/groups_solved", steps) or [0.0])
+    different = mean(history.last("rollout/groups_with_signal", steps) or [0.0])
+    if different - mean(signal) > WITHOUT_ADVANTAGE:
+        return Found(
+            level,
+            f"{percent(different)} of the groups of the last {steps} steps have different rewards, "
+            f"but only {percent(mean(signal))} an advantage other than 0, so the others train "
+            "nothing",
+            f"See `advantages` and `keep` of `rl.algorithm` ({config.rl.algorithm.name})",
+        )
     text = f"{percent(equal)} of the groups of the last {steps} steps have equal rewards"
     if solved > 0.5:
         text += f": in {percent(solved)} every episode succeeds"

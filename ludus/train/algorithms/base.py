@@ -223,7 +223,7 @@ class Algorithm:
         try:
             values = [x for row in spread(trajectory, advantage) for x in row]
             wrong = next((x for x in values if not math.isfinite(x)), None)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise TrainingError(
                 f"rl.algorithm: `advantages` returned {advantage!r:.80} for trajectory "
                 f"{trajectory.id}; it has to return a number or a Credit ({error})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,13 +29,13 @@ UNTIL: dict[str, Any] = {
     "sft={data: x, steps: 5, until: {min_steps: 10}}": [
         "sft: `steps` is 5, so SFT would be over before its first measurement (`until.every` is "
         "10): sft.until.every=5, or sft.until=null",
-        "sft: `steps` is 5, so no measurement comes between step 0 and its end, and with "
-        "`until.min_steps` 10 `until.patience` and `until.min_gain` would have "
+        "sft: `steps` is 5 and `until.every` 10, so no measurement comes between step 0 and the "
+        "end, and with `until.min_steps` 10 `until.patience` and `until.min_gain` would have "
         "no effect: sft.until.min_steps=0",
     ],
     "sft={data: x, steps: 20, until: {min_steps: 15}}": [
-        "sft: `steps` is 20, so no measurement comes between step 10 and its end, and with "
-        "`until.min_steps` 15 `until.patience` and `until.min_gain` would have "
+        "sft: `steps` is 20 and `until.every` 10, so no measurement comes between step 10 and "
+        "the end, and with `until.min_steps` 15 `until.patience` and `until.min_gain` would have "
         "no effect: sft.until.min_steps=10"
     ],
 }
@@ -88,3 +89,31 @@ def test_an_override_is_blamed_for_the_value_that_a_fault_quotes() -> None:
         "of all",
     ]
     assert re.fullmatch(r".*babyai-tiny\.yaml: env: 'x' fails \[line \d+\]", told.splitlines()[2])
+
+
+def test_recipes_of_functions_blame_an_override_for_its_own_key_alone(tmp_path: Path) -> None:
+    """`rl.steps` was blamed for all faults of `rl`, since no line names another origin."""
+    file = tmp_path / "recipe.py"
+    file.write_text(
+        "from ludus.config.load import load_config\n"
+        f"def recipe(): return load_config({RECIPE!r}, ['rl.minibatches=4000'])\n"
+    )
+    source = f"{file}:recipe"
+    with pytest.raises(ConfigError) as refused:
+        check(load_config(source, ["rl.steps=3"]))
+    told = located(source, ["rl.steps=3"], str(refused.value))
+    assert told.startswith(f"{source}: rl.minibatches: 4000 exceed")
+
+
+def test_no_message_shows_the_password_of_a_url() -> None:
+    secret = "ftp://user:PASSW0RD@host/x"
+    assert "PASSW0RD" not in located(
+        RECIPE, [f"mirror={secret}"], f"mirror: {secret}: no such host"
+    )
+    keyed = "metrics=[{name: wandb, args: {api_key: SECRETKEY, project: mine}}]"
+    told = located(RECIPE, [keyed], "metrics.0: no")
+    assert told == (
+        "override metrics=[{name: wandb, args: {api_key: ***, project: mine}}]: metrics.0: no"
+    )
+    level = ["rl.algorithm.args.level=token"]
+    assert "level=token" in located(RECIPE, level, "rl.algorithm.args.level: no")

@@ -14,6 +14,7 @@ from ludus.train import ALGORITHMS
 
 OWN = """
 from dataclasses import replace
+import torch
 from ludus.train.algorithms.losses import LossOutput
 from ludus.train import ALGORITHMS
 
@@ -39,6 +40,12 @@ def earning(value):
 def keeping(keep): return replace(ALGORITHMS.build("grpo"), name="own", keep=keep)
 def crashing(): return earning(lambda earned: earned.reward)
 def short(): return replace(earning(id), advantages=lambda groups: [[0.0] for group in groups])
+def huge(): return earning(lambda earned: 10**400)
+def many(): return keeping(lambda rewards: sorted(rewards)[7] > 0)
+def parsing(): return earning(lambda earned: int(earned.trajectory.segments[1].message.content))
+def array(): return keeping(lambda rewards: torch.tensor(rewards) > 0)
+def failing(): return earning(lambda earned: -earned.total)
+def equal(): return earning(lambda earned: 0.0)
 def dividing(): return earning(lambda earned: 1.0 / earned.total)
 def infinite(): return earning(lambda earned: earned.total * float("inf"))
 def measuring(): return earning(lambda earned: earned.trajectory.metrics["steps"])
@@ -105,10 +112,20 @@ def test_ready_made_advantages_pass(name: str) -> None:
     ("function", "faults", "notes"),
     [
         ("crashing", ["`advantages` raised AttributeError: 'Earned' object has no attribute"], []),
-        ("short", ["`advantages` returned [0.0] for the 4 trajectories of group made-up/g0"], []),
-        ("dividing", ["`advantages` raised ZeroDivisionError", "float division by zero"], []),
+        ("short", ["`advantages` returned [0.0] for the 8 trajectories of group made-up/g0"], []),
+        ("huge", ["`advantages` returned 1000", "int too large to convert to float"], []),
+        ("array", ["Boolean value of Tensor with more than one value is ambiguous"], []),
+        ("many", [], []),
+        ("failing", [], ["get an advantage of -1, those of 0 one of 0, so the policy learns to f"]),
+        ("equal", [], ["episodes with a reward of 1 get the same advantage as those of 0"]),
+        ("parsing", [], ["`advantages` raised ValueError: invalid literal for int()"]),
+        ("dividing", [], ["`advantages` raised ZeroDivisionError", "float division by zero"]),
         ("infinite", ["`advantages` of own returned nan for trajectory made-up/g0/0"], []),
-        ("measuring", [], ["`advantages` raised KeyError: 'steps'", "go on if real episodes have"]),
+        (
+            "measuring",
+            [],
+            ["`advantages` raised KeyError: 'steps'", "go on if real episodes have what"],
+        ),
         ("choosing", ["`keep` raised AttributeError: 'list' object has no attribute 'mean'"], []),
         ("sound", [], []),
     ],

@@ -156,10 +156,24 @@ def test_a_reward_that_does_not_rise_is_told_after_50_steps(config: RunConfig) -
     assert told(config, 120, noisy(0.97)) == []  # nothing is left to gain
 
 
+def test_rewards_without_advantages_are_the_algorithms_fault(config: RunConfig) -> None:
+    diagnosis = Diagnosis(config)
+    metrics = {
+        "rollout/success": 0.95,
+        "rollout/groups_solved": 0.7,
+        "rollout/groups_with_signal": 0.25,
+        "train/groups_with_advantage": 0.0,
+    }
+    found = [finding for step in range(6) for finding in diagnosis.step("rl", step, metrics)]
+    assert [finding.kind for finding in found] == ["signal"]
+    assert found[0].text.startswith("25 % of the groups of the last 5 steps have different rewards")
+    assert "`advantages`" in found[0].advice
+
+
 @pytest.mark.parametrize(
     ("success", "min_gain", "steps", "advice"),
     [
-        (0.33, 0.1, 100, "it ended after 100 of 400 steps (`sft.until.min_gain=null`)"),
+        (0.33, 0.1, 100, "it ended after 100 of 400 steps (`sft.until.min_gain=null`, or a h"),
         (0.33, None, 100, "100 of 400 steps (a higher `sft.until.patience`, now 5)"),
         (0.45, 0.1, 100, "100 of 400 steps (a higher `sft.until.success`, now 0.4)"),
         (0.33, 0.1, 380, ""),
