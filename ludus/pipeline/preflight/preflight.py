@@ -34,6 +34,7 @@ from ludus.pipeline.parts.companions import LaunchOptions
 from ludus.pipeline.parts.registries import check_judges
 from ludus.pipeline.parts.tokenizer import check_functions, make_renderers, make_tokenizer
 from ludus.pipeline.preflight.again import judge_again
+from ludus.pipeline.preflight.algorithm import try_advantages, try_loss
 from ludus.pipeline.preflight.episodes import Played, Sample, play_sample, spread
 from ludus.pipeline.preflight.heldout import judge_heldout
 from ludus.pipeline.preflight.judges import try_judges
@@ -45,7 +46,6 @@ from ludus.pipeline.preflight.limits import (
     token_needs,
     turn_needs,
 )
-from ludus.pipeline.preflight.losses import try_advantages, try_loss
 from ludus.pipeline.preflight.parts import check_parts
 from ludus.pipeline.preflight.rewards import judge_expert, judge_rewards, slow_steps
 

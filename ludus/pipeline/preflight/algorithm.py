@@ -6,6 +6,7 @@ groups may have nothing to train on.
 
 from __future__ import annotations
 
+from bdb import BdbQuit
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
@@ -26,10 +27,11 @@ from ludus.train.optimizers.trust_region import NOT_MEASURED
 NUM_TOKENS = 8
 """Of two trajectories."""
 
-_OWN = (Earned, Trajectory, Segment, Task, list)
-
 MOST_EPISODES = 1024
 """Made-up episodes of a group, at most."""
+
+_OWN = (Earned, Trajectory, Segment, Task, list)
+"""Objects whose attributes an algorithm has to know."""
 
 
 def try_loss(config: RunConfig) -> Iterator[str]:
@@ -84,6 +86,8 @@ def try_advantages(config: RunConfig, found: Findings) -> None:
     try:
         groups = [_group(number, row) for number, row in enumerate(rewards)]
         found.notes += _upside_down(algorithm.assign(groups), tried)
+    except BdbQuit:  # the user's, at a breakpoint
+        raise
     except Exception as error:  # a user's code, and what ludus computes with its results
         cause = error.__cause__ if isinstance(error, TrainingError) else None
         text = f"{error}" if isinstance(error, LudusError) else f"rl.algorithm: {told(error)}"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ludus.config.schema import RunConfig
+from ludus.pipeline.preflight.algorithm import try_advantages, try_loss
 from ludus.pipeline.preflight.limits import Findings
-from ludus.pipeline.preflight.losses import try_advantages, try_loss
 from ludus.train import ALGORITHMS
 
 OWN = """
