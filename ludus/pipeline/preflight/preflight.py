@@ -109,7 +109,7 @@ def preflight(
     if found.faults:
         raise ConfigError("\n".join(found.faults))
     for text in found.notes:
-        note(f"preflight: {text}")
+        note(f"warning: preflight: {text}")
     note(_summary(sample, time.perf_counter() - started))
 
 

@@ -209,8 +209,8 @@ def test_an_expert_that_needs_more_turns(tmp_path: Path) -> None:
     assert refused(recipe(tmp_path, rl=rl)).startswith("rl.horizon: 2 is less than")
     notes = told(recipe(tmp_path, tiers=["short", "long"]))
     assert notes[0] == (
-        "preflight: rollout.max_turns: 5 is less than the expert needs in 4 of 8 episodes: 9 "
-        "turns. Longer episodes are cut: set rollout.max_turns to at least 9"
+        "warning: preflight: rollout.max_turns: 5 is less than the expert needs in 4 of 8 "
+        "episodes: 9 turns. Longer episodes are cut: set rollout.max_turns to at least 9"
     )
 
 
