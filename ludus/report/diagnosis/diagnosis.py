@@ -147,7 +147,9 @@ class Diagnosis:
             return found
         rl = self._histories.get("rl") if stage != "rl" else None
         if rl and (success := rl.mean("rollout/success")) is not None:
-            found[heldout.TRAINED] = success
+            newest = mean(rl.last("rollout/success", heldout.NEWEST))
+            if newest > success - heldout.FELL:  # a policy that loses all is not one by heart
+                found[heldout.TRAINED] = success
         if measured := self._histories.get("evaluate/sft"):
             found[REACHED] = mean(measured.last("evaluate/success", RECENT))
         if sft := self._histories.get("sft"):

@@ -18,6 +18,10 @@ from ludus.report.diagnosis.findings import (
     sentence,
 )
 
+NEWEST, FELL = 5, 0.15
+"""Steps whose success, so much below that of the last WINDOW, tells that RL destroys the policy:
+the WINDOW's is then above that of held-out tasks too."""
+
 TRAINED = "rl/success"
 """Success of the training episodes of the last WINDOW steps, beside an evaluation's metrics."""
 

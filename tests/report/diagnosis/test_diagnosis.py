@@ -541,3 +541,14 @@ def test_the_tables_name_checks_that_exist() -> None:
     assert history.last(WATCHED[0]) == []
     assert history.overall(WATCHED[0]) is None
     assert (percent(0.031), percent(0.83), percent(0.0)) == ("3.1 %", "83 %", "0 %")
+
+
+def test_a_policy_that_rl_destroys_has_learned_nothing_by_heart(config: RunConfig) -> None:
+    """An algorithm with the wrong sign took 100 % of the held-out tasks to 39."""
+    diagnosis = Diagnosis(config)
+    gain = {"evaluate/gain": -0.61, "evaluate/gain_low": -0.7, "evaluate/gain_high": -0.5}
+    for step, success in enumerate((0.95, 0.97, 0.97, 0.84, 0.94, 0.69, 0.64, 0.27, 0.47, 0.36)):
+        diagnosis.step("rl", step, {"rollout/success": success})
+    [found] = diagnosis.step("evaluate/after", 0, {**gain, "evaluate/success": 0.39})
+    assert found.kind == "evaluation"
+    assert "success on held-out tasks is below its start: -61.0 points" in found.text
