@@ -177,10 +177,12 @@ def _without(tasks: TaskList, ids: frozenset[str]) -> TaskList:
 
 def _kinds(seen: _Seen, tasks: Sequence[Task], few: bool) -> str:
     """`world`, or `prompt and answer (12) and data (3; ...)`."""
-    undeclared = "its worlds are not: the class declares neither `cheap_reset` nor `world`"
-    why = undeclared if few else f"more than {MAX_TASKS} tasks are not reset"
-    names = {"world": "world", "prompt": "prompt and answer", "data": f"data ({why})"}
     counts = Counter(seen.key(task).partition(":")[0] for task in tasks)
+    why = "the class declares neither `cheap_reset` nor `world`"
+    if "world" in counts:
+        why = f"they do not open, or {why}"
+    why = f"not by worlds: {why}" if few else f"more than {MAX_TASKS} tasks are not reset"
+    names = {"world": "world", "prompt": "prompt and answer", "data": f"data ({why})"}
     return " and ".join(names[kind] for kind, _ in counts.most_common())
 
 

@@ -37,6 +37,10 @@ LEAST_UNSEEN = 8
 LEAST_FORECAST = 4
 """Measurements that a forecast needs."""
 
+LEAST_SPAN = 0.5
+"""Doublings of the steps from its first measurement to its last. Those of a later half have about
+one; they are closer where a resumed run measures more often."""
+
 FALL = 0.25
 """Share of the steps in which the rate of `wsd` falls once a measurement has ended SFT and no RL
 follows. letter_counting had 61 % at the decision, 80 % where the rate fell in a fifth of the steps,
@@ -168,7 +172,7 @@ def expected_gain(found: Sequence[Measured], steps: int, num_episodes: int) -> f
     the logarithm of the steps: each doubling multiplies the odds by the same. What begins to be
     learned late is seen to rise: of chain_sum's 4 % after 380 steps and 10 % after 630, a line
     through success itself promised 9 points to 1,450, its log-odds 23. Infinite where there are too
-    few.
+    few, or too close ones.
 
     Args:
         num_episodes: of a measurement.
@@ -178,6 +182,8 @@ def expected_gain(found: Sequence[Measured], steps: int, num_episodes: int) -> f
         return math.inf
     half = 0.5 / num_episodes  # an episode more of each kind keeps the odds finite
     doublings = [math.log2(at) for at, _ in points]
+    if doublings[-1] - doublings[0] < LEAST_SPAN:
+        return math.inf
     odds = [math.log((value + half) / (1 - value + half)) for _, value in points]
     success, middle = fmean(value for _, value in points), fmean(doublings)
     spread = sum((x - middle) ** 2 for x in doublings)

@@ -113,8 +113,17 @@ def test_equal_seeds_are_replaced_where_no_world_is_known() -> None:
     env = f"{__file__}:Hidden"
     splits = read_splits(config(env, made(20), made(5, 18)))
     assert [task.data["seed"] for task in splits.heldout] == [23, 24, 20, 21, 22]
-    assert "by data (its worlds are not: the class declares neither" in splits.note
+    assert (
+        "by data (not by worlds: the class declares neither `cheap_reset` nor `world`) in"
+        in splits.note
+    )
     assert "2 equal" in splits.note
+
+
+def test_worlds_that_do_not_open_are_told_as_such() -> None:
+    env = f"{__file__}:HalfOpen"
+    note = read_splits(config(env, made(20), made(10, 100))).note
+    assert "by world and data (not by worlds: they do not open, or the class declares neit" in note
 
 
 def test_too_many_tasks_are_not_reset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +180,17 @@ class Hidden(Env):
     @classmethod
     def task(cls, tier: str | None, seed: int) -> Task:
         return Task(id=f"hidden-{seed}", data={"seed": seed})
+
+
+class HalfOpen(Hidden):
+    """Every second world does not open."""
+
+    cheap_reset: ClassVar[bool] = True
+
+    async def reset(self, task: Task) -> Observation:
+        if task.data["seed"] % 2:
+            raise ValueError("no such room")
+        return Observation(messages=[Message(role="user", content=f"Room {task.data['seed']}")])
 
 
 class Cyclic(Env):

@@ -126,8 +126,10 @@ def test_a_gain_is_foretold_with_the_logarithm_of_the_steps() -> None:
     assert expected_gain(doublings, 3200, 128) > 0.32, "with one standard error"
     late = [(50 * n, 0.2) for n in range(1, 8)] + doublings[2:]
     assert expected_gain(late, 3200, 10**9) > 0.1, "of the later half alone"
-    steep = [(1000, 0.99), (1001, 0.5), (1002, 0.3), (1003, 0.15)]
-    assert expected_gain(steep, 2000, 128) < 0, "and no overflow"
+    close = [(1000, 0.99), (1001, 0.5), (1002, 0.3), (1003, 0.15)]
+    assert expected_gain(close, 2000, 128) == math.inf
+    falls = [(100, 1.0), (110, 0.9), (120, 0.1), (145, 0.0)]
+    assert expected_gain(falls, 10**30, 10**9) == pytest.approx(0.0, abs=1e-3), "no overflow"
     none = [(100 * n, 0.0) for n in range(1, 6)]
     assert 0 < expected_gain(none, 600, 128) < 0.1
     assert expected_gain([(at, 1.0) for at, _ in none], 600, 128) < 0.01
