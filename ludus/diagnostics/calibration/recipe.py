@@ -176,8 +176,10 @@ def _rollout(c: Calibration) -> Iterator[Line]:
     told = f"the expert: {fmean(turns):.1f}, at most {turns[-1]}" if turns else "no expert"
     if turns and c.searches:
         told += "; twice that, for it knows what an agent must find"
-    allowed = getattr(ENVS.load(c.subject.env.name), "max_turns", 0) if c.subject.env else 0
     used = rollout.max_turns
+    if isinstance(used, int) and (longer := sum(number > used for number in turns)):
+        told += f"; {longer:,} of its {len(turns):,} episodes are longer"
+    allowed = getattr(ENVS.load(c.subject.env.name), "max_turns", 0) if c.subject.env else 0
     if turns and isinstance(allowed, int) and isinstance(used, int) and used < allowed:
         told += f"; the class allows {allowed}"
     yield "max_turns", rollout.max_turns, told

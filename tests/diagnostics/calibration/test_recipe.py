@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -37,6 +38,25 @@ def test_no_limit_of_the_held_out_tasks_without_effect() -> None:
     assert between(384) == 128
     assert between(128) is None
     assert between(40) is None
+
+
+def test_episodes_of_the_expert_that_the_limit_of_turns_cuts_are_told() -> None:
+    def line(*turns: int) -> str:
+        config = config_of(64)
+        rollout = config.rollout.model_copy(update={"max_turns": 8})
+        calibration = SimpleNamespace(
+            config=config.model_copy(update={"rollout": rollout}),
+            expert=SimpleNamespace(turns=list(turns)),
+            subject=TEXTCRAFT,
+            lengths=SimpleNamespace(turn_max=5),
+            searches=False,
+            trial=Trial(losses={}),
+        )
+        lines = recipe._rollout(cast(Calibration, calibration))
+        return next(str(told) for key, _, told in lines if key == "max_turns")
+
+    assert "longer" not in line(3, 8)
+    assert line(3, 8, 9, 34).startswith("the expert: 13.5, at most 34; 2 of its 4 episodes are lo")
 
 
 def test_long_turns_are_held_to_a_smaller_kl_a_token() -> None:
