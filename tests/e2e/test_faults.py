@@ -307,7 +307,9 @@ class Undefined:
 def test_advantages_and_scores_that_are_not_finite_are_a_failure(ludus: Ludus) -> None:
     """An own algorithm's stop the step that has them; a judge's leave no episode to train on."""
     (ludus.cwd / "own.py").write_text(OWN)
-    done = ludus("train", echo(ludus, "Echo"), "rl.algorithm=own.py:undefined")
+    own = ["train", echo(ludus, "Echo"), "rl.algorithm=own.py:undefined"]
+    ludus(*own).refused(2, "`advantages` of undefined returned nan", "made-up episodes")
+    done = ludus(*own, setup=NO_PREFLIGHT)
     done.refused(1, "rl, step 0: rl.algorithm: `advantages` of undefined returned nan", "finite")
     judged = ["train", echo(ludus, "Echo"), "judge=own.py:Undefined", "rl.steps=2"]
     ludus(*judged).refused(2, "judge: own.py:Undefined gives no score for a made-up episode")
