@@ -168,10 +168,7 @@ def lookup(config: BaseModel, key: str) -> Any:
     """Returns the value at a dotted key of `diff`; None where the path ends early."""
     value: Any = config.model_dump(mode="json")
     for part in key.split("."):
-        if isinstance(value, list):
-            value = value[int(part)] if int(part) < len(value) else None
-        else:
-            value = value.get(part) if isinstance(value, dict) else None
+        value = _item(value, int(part) if isinstance(value, list) else part)
     return value
 
 

@@ -233,6 +233,10 @@ class RLConfig(Section):
         """The steps, with those added for `unused` steps of SFT."""
         return self.steps + int(unused * self.steps_per_unused_sft_step)
 
+    def most_steps(self, sft: SFTConfig | None) -> int:
+        """The steps where `sft` leaves all of its own."""
+        return self.steps_after(sft.steps if sft is not None else 0)
+
     @model_validator(mode="after")
     def _measures_kl(self) -> RLConfig:
         if self.optimizer.target_kl is not None and self.epochs * self.minibatches < 2:

@@ -6,9 +6,12 @@ import ast
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
+
+_Tree = TypeVar("_Tree")
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _RETRIES = 20
@@ -20,18 +23,19 @@ def parse_module(source: str | bytes) -> ast.Module:
     Before Python 3.11.8 and 3.12.2 all threads count the depth of their trees in one place, and
     `ast.parse` in two at once may raise SystemError (python/cpython issue 106905). It is retried.
     """
-    for _ in range(_RETRIES):
-        with suppress(SystemError):
-            return ast.parse(source)
-    return ast.parse(source)
+    return _retried(lambda: ast.parse(source))
 
 
 def parse_expression(source: str) -> ast.expr:
     """Returns the syntax tree of an expression, as `parse_module`."""
+    return _retried(lambda: ast.parse(source, mode="eval")).body
+
+
+def _retried(parse: Callable[[], _Tree]) -> _Tree:
     for _ in range(_RETRIES):
         with suppress(SystemError):
-            return ast.parse(source, mode="eval").body
-    return ast.parse(source, mode="eval").body
+            return parse()
+    return parse()
 
 
 def own_sources(file: Path) -> list[Path]:

@@ -242,8 +242,7 @@ def reason_to_end(
     successes = [value for _, value in found]
     if not successes:
         return None
-    level = recent(successes)
-    if level >= until.success:
+    if (level := recent(successes)) >= until.success:
         of = _last_ones(successes)
         return f"{level:.0%} of the sampled episodes of {of} succeed (until.success)"
     if found[-1][0] < until.min_steps:

@@ -91,9 +91,9 @@ MINIBATCH = 32
 
 RL_SHARE, RL_SHARE_HARD = 0.6, 0.3
 """Least share of the minutes for RL; the second where SFT is not expected to reach its target in
-the rest: SFT learns faster than RL from nothing. chain_sum had 14 % after 770 steps, a half of the
-minutes of a busy machine, and RL stood still there; after 1,120 it had 46 %, and RL took held-out
-success from 59 to 82 % (docs/log.md)."""
+the rest: SFT learns faster than RL from nothing. chain_sum had 11 % after 770 of 990 steps, half of
+the minutes of a busy machine, and RL stood still there; after 1,120 it had 46 %, and RL took
+held-out success from 59 to 82 % (docs/log.md)."""
 
 MEASURED, MEASURED_HARD = 0.25, 0.1
 """Share of SFT's time for measurements of its success; the second where SFT is not expected to

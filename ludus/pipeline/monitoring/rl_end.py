@@ -27,7 +27,7 @@ METRIC = "train/groups_with_advantage"
 
 def can_end(rl: RLConfig, sft: SFTConfig | None) -> bool:
     """True where RL may have more than WINDOW steps, with those that SFT leaves unused."""
-    return rl.steps_after(sft.steps if sft is not None else 0) > WINDOW
+    return rl.most_steps(sft) > WINDOW
 
 
 class Signal:

@@ -198,7 +198,7 @@ def _inert_rl(config: RunConfig, rl: RLConfig) -> Iterator[str]:
     if config.tasks.heldout is None:
         yield "rl.min_success_to_stop: there are no tasks to evaluate on: set tasks.heldout"
         return
-    most = rl.steps_after(config.sft.steps if config.sft is not None else 0)
+    most = rl.most_steps(config.sft)
     if not 0 < config.evaluate.every < most:
         yield (
             f"rl.min_success_to_stop: no evaluation comes between steps: `evaluate.every` is "

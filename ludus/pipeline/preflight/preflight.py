@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ludus.config.schema import RunConfig
+from ludus.config.training import OptimizerConfig
 from ludus.core.errors import ConfigError, EnvError
 from ludus.core.system.signals import run
 from ludus.core.types import Message, Spec, Task
@@ -147,17 +148,18 @@ def _few_heldout(config: RunConfig, splits: Splits) -> list[str]:
 
 def _long_warm_ups(config: RunConfig) -> Iterator[str]:
     """Notes that the learning rate of a stage is not reached before its last optimizer step."""
-    steps = {"sft": config.sft.steps if config.sft else 0, "rl": 0}
-    if config.rl is not None:
-        steps["rl"] = config.rl.steps_after(steps["sft"]) * config.rl.epochs * config.rl.minibatches
-    for name, stage in (("sft", config.sft), ("rl", config.rl)):
-        if stage is None or (warm_up := stage.optimizer.warmup_steps) <= steps[name]:
-            continue
-        yield (
-            f"{name}.optimizer.warmup_steps: a warm-up of {warm_up:,} in {steps[name]:,} optimizer "
-            f"steps: the learning rate comes to {steps[name] / warm_up:.0%} of "
-            f"`{name}.optimizer.lr` at most; lower it"
-        )
+    stages: list[tuple[str, OptimizerConfig, int]] = []
+    if (sft := config.sft) is not None:
+        stages.append(("sft", sft.optimizer, sft.steps))
+    if (rl := config.rl) is not None:
+        stages.append(("rl", rl.optimizer, rl.most_steps(sft) * rl.epochs * rl.minibatches))
+    for name, optimizer, steps in stages:
+        if (warm_up := optimizer.warmup_steps) > steps:
+            yield (
+                f"{name}.optimizer.warmup_steps: a warm-up of {warm_up:,} in {steps:,} optimizer "
+                f"steps: the learning rate comes to {steps / warm_up:.0%} of "
+                f"`{name}.optimizer.lr` at most; lower it"
+            )
 
 
 def _by_words(config: RunConfig) -> bool:
