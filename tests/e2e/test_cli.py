@@ -80,7 +80,7 @@ def test_run_as_a_module_a_second_run_gets_another_id(tmp_path: Path) -> None:
 def test_findings_are_shown(reference: Ludus) -> None:
     """Five steps of RL do not show a gain: the diagnosis says so, wherever the run is shown."""
     text = "success on held-out tasks is not significantly above its start"
-    assert f"warning: evaluation after RL: {text}" in reference("show", "tiny-1").ok().out
+    assert f"warning: evaluation at the end: {text}" in reference("show", "tiny-1").ok().out
     page = (reference.run() / "report.html").read_text()
     assert "Success on held-out tasks is not significantly above" in page
     assert "ludus show tiny-1 evaluate/after-000000/" in page

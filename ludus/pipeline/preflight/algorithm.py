@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ludus.config.schema import RunConfig
-from ludus.core.errors import LudusError, TrainingError
+from ludus.core.errors import LudusError
 from ludus.core.modules import told
 from ludus.core.types import Group, Message, Segment, Task, Trajectory
 from ludus.pipeline.preflight.limits import Findings
@@ -22,6 +22,7 @@ from ludus.train import ALGORITHMS
 from ludus.train.algorithms.base import Assignment
 from ludus.train.algorithms.credit import Earned, Outcome, spread
 from ludus.train.algorithms.losses import LossInputs, computed, require_unit
+from ludus.train.algorithms.own import OwnFunctionError
 from ludus.train.optimizers.trust_region import NOT_MEASURED
 
 NUM_TOKENS = 8
@@ -89,14 +90,11 @@ def try_advantages(config: RunConfig, found: Findings) -> None:
     except BdbQuit:  # the user's, at a breakpoint
         raise
     except Exception as error:  # a user's code, and what ludus computes with its results
-        cause = error.__cause__ if isinstance(error, TrainingError) else None
         text = f"{error}" if isinstance(error, LudusError) else f"rl.algorithm: {told(error)}"
-        raised = text.startswith("rl.algorithm: `advantages` raised")
-        by_rewards = isinstance(algorithm.advantages, Outcome) or not raised
-        if cause is None or by_rewards or _is_wrong_name(cause):
-            found.faults.append(f"{text} {tried}")
-        else:
+        if _may_need_real_episodes(error, algorithm):
             found.notes.append(f"{text} {tried}: go on if real episodes have what it needs")
+        else:
+            found.faults.append(f"{text} {tried}")
 
 
 def _upside_down(assigned: Assignment, tried: str) -> Iterator[str]:
@@ -121,7 +119,16 @@ def _upside_down(assigned: Assignment, tried: str) -> Iterator[str]:
         )
 
 
-def _is_wrong_name(error: BaseException) -> bool:
+def _may_need_real_episodes(error: Exception, algorithm: Any) -> bool:
+    """True for what `advantages` raises if it is given episodes, not rewards; a wrong name is wrong
+    for all."""
+    if not isinstance(error, OwnFunctionError) or error.part != "advantages":
+        return False
+    by_rewards = isinstance(algorithm.advantages, Outcome)
+    return not by_rewards and not _is_wrong_name(error.__cause__)
+
+
+def _is_wrong_name(error: BaseException | None) -> bool:
     """True for a name that is not defined, or that ludus' own objects do not have."""
     attribute = isinstance(error, AttributeError) and isinstance(error.obj, _OWN)
     return attribute or isinstance(error, NameError | ImportError)

@@ -39,16 +39,20 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """`sft`; `rl step 12`; `evaluation at step 40`; `evaluation after RL`."""
+        """`sft`; `rl step 12`; `evaluation at step 40`; `evaluation at the end`."""
         if self.stage.startswith("evaluate/"):
             label = self.stage.removeprefix("evaluate/")
             if label == "rl":
                 return f"evaluation at step {self.step}"
-            return "evaluation before SFT" if label == "start" else f"evaluation {label} RL"
+            return f"evaluation {_WHEN.get(label, label)}"
         return f"{self.stage} step {self.step}"
 
     def __str__(self) -> str:
         return f"{self.where}: {self.text}. {self.advice}."
+
+
+_WHEN = {"start": "before SFT", "before": "before RL", "after": "at the end"}
+"""Evaluations by their label; a run without RL has one at its end, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,16 @@ from ludus.core.modules import own_frame, told
 from ludus.models.memory import is_out_of_memory
 
 
+class OwnFunctionError(TrainingError):
+    """What a user's function of an algorithm raised; `part` names it, for example `advantages`."""
+
+    part = ""
+
+
 @contextmanager
 def calling(part: str) -> Iterator[None]:
-    """Errors: TrainingError where a user's code raised. An error of ludus keeps its traceback."""
+    """Errors: OwnFunctionError where a user's code raised. An error of ludus keeps its
+    traceback."""
     try:
         yield
     except (LudusError, BdbQuit):
@@ -23,7 +30,9 @@ def calling(part: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if own_frame(error) is None or is_out_of_memory(error):
             raise
-        raise TrainingError(f"rl.algorithm: {part} raised {told(error)}") from error
+        raised = OwnFunctionError(f"rl.algorithm: {part} raised {told(error)}")
+        raised.part = part.strip("`")
+        raise raised from error
 
 
 def name_of(function: Callable[..., Any]) -> str:

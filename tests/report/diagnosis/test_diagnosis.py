@@ -355,7 +355,7 @@ def test_an_evaluation_is_compared_with_the_start(config: RunConfig) -> None:
     assert diagnosis.step("evaluate/rl", 40, gain) == []  # it may still rise
     [found] = diagnosis.step("evaluate/after", 0, gain)
     assert str(found).startswith(
-        "evaluation after RL: success on held-out tasks is not significantly above its start: "
+        "evaluation at the end: success on held-out tasks is not significantly above its start: "
         "+2.0 points (95 % interval -1.0 to +5.0)"
     )
     loss = {name: value - 0.1 for name, value in gain.items()}

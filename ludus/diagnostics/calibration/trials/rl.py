@@ -66,9 +66,11 @@ async def measure(
         measured = group_metrics(groups)
         trial.signal[temperature] = measured["rollout/groups_with_signal"]
         trial.success[temperature] = measured.get("rollout/success", 0.0)
+        played = sum(len(group.trajectories) for group in groups)
         say(
-            f"at temperature {temperature:g} {trial.success[temperature]:.0%} succeed, and "
-            f"{trial.signal[temperature]:.0%} of the groups have different rewards"
+            f"at temperature {temperature:g} {trial.success[temperature]:.0%} of {played:,} "
+            f"sampled episodes succeed, and {trial.signal[temperature]:.0%} of the {len(groups)} "
+            "groups have different rewards"
         )
         if time.perf_counter() > until:
             break  # the time of all trials is over

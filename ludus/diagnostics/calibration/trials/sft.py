@@ -81,7 +81,8 @@ async def to_its_end(
         measured_s = time.perf_counter() - started
         trial.eval_s = measured_s * of_recipe.num_tasks / settings.num_tasks
         trial.curve.append((step, result.success.value))
-        say(f"after {step} steps of SFT {result.success.value:.0%} of sampled episodes succeed")
+        succeed = f"{result.success.value:.0%} of {result.num_episodes} sampled episodes succeed"
+        say(f"after {step} steps of SFT {succeed}")
         ended = sft_end.reason_to_end(settings, trial.curve)
         if ended or step >= stage.steps or time.perf_counter() > until:
             if result.success.value > 0 and measured_s <= MEASURED_S:
@@ -92,7 +93,10 @@ async def to_its_end(
                     trial.unplayed = str(error)
                     return
                 trial.trained, trial.heldout = result.success, heldout.success
-                say(f"{heldout.success.value:.0%} of sampled episodes of held-out tasks succeed")
+                say(
+                    f"{heldout.success.value:.0%} of {heldout.num_episodes} sampled episodes of "
+                    "held-out tasks succeed"
+                )
             return
         as_long = math.ceil(measured_s / trial.sft_step_s) if trial.sft_step_s else 0
         more = max(settings.every, 10 * (step // 30), as_long)  # fewer measurements as it goes on
