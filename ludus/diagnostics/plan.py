@@ -268,8 +268,8 @@ class _Estimate:
             played = config.rl.steps * config.rl.groups_per_step * config.rl.group_size
             if self.calls.number:
                 parts["rl: tools"] = self.calls.time(played)
-        if config.tasks.heldout is not None:
-            evaluated = self._evaluated()
+        evaluated = self._measured() + (self._evaluated() if config.tasks.heldout else 0)
+        if evaluated or config.tasks.heldout is not None:
             parts["evaluation"] = self._evaluation(evaluated, episode)
             if self.calls.number and evaluated:
                 parts["evaluation: tools"] = self.calls.time(evaluated)
@@ -379,8 +379,16 @@ class _Estimate:
             + steps * STEP_S
         )
 
+    def _measured(self) -> int:
+        """Returns the episodes that `sft.until` plays in all steps of SFT."""
+        sft = self.config.sft
+        if sft is None or sft.until is None:
+            return 0
+        times = -(-sft.steps // sft.until.every)
+        return times * sft.until.num_tasks * sft.until.samples_per_task
+
     def _evaluated(self) -> int:
-        """Returns the episodes of all evaluations."""
+        """Returns the episodes of all evaluations on held-out tasks."""
         settings, rl = self.config.evaluate, self.config.rl
         heldout = self.config.tasks.heldout
         listed = int(heldout.args.get("num_tasks", 0)) if heldout else 0

@@ -281,6 +281,14 @@ def test_the_environments_calls_at_once_bound_its_steps(changes: list[str], at_o
         assert more == pytest.approx(episodes * 3.0 / at_once), part
 
 
+def test_measurements_of_sft_are_evaluations() -> None:
+    every = ["sft.steps=90", "sft.until={every: 20, num_tasks: 50, samples_per_task: 2}"]
+    config = load_config(str(RECIPES / "cuda-tiny.yaml"), ["sft.until=null"])
+    measured = load_config(str(RECIPES / "cuda-tiny.yaml"), every)
+    whole, found = (planning.plan(c, CPU, fill=1).seconds["evaluation"] for c in (config, measured))
+    assert found / whole == pytest.approx((2 * 240 + 120 + 5 * 100) / (2 * 240 + 120), rel=0.01)
+
+
 def test_demonstrations_with_code_are_measured_as_they_are_written() -> None:
     sums = "{name: env, args: {num_tasks: 4, tiers: [chain_sum]}}"
     changes = ["env=reasoning", "env.args.steps=false", f"tasks.train={sums}", "tasks.heldout=null"]
