@@ -207,8 +207,8 @@ class RolloutConfig(Section):
         ge=1,
         le=256,
         description="Processes that play episodes at the same time, this one included. Results do "
-        "not depend on it. null: one per core, at most 4, in a run of at least 5,000 episodes "
-        "whose environment declares `several_processes`; else 1.",
+        "not depend on it. null: one per core, at most 4, where RL may play 10,000 turns or "
+        "more and the environment declares `several_processes`; else 1.",
     )
     episode_deadline_s: float = Field(
         300.0, gt=0, description="Time limit of an episode, in seconds."

@@ -17,7 +17,9 @@ from ludus.diagnostics.calibration.trials.trial import Trial
 from ludus.loop.metrics import group_metrics
 from ludus.pipeline import sft_end
 from ludus.pipeline.build import Run
+from ludus.pipeline.rollout_processes import can_share
 from ludus.pipeline.stages import rl_stage
+from ludus.train.algorithms.credit import Outcome
 
 RL_STEPS = 2
 """Steps of RL that are timed, after one that warms up."""
@@ -34,6 +36,13 @@ with short episodes, where it is a fifth of a step (docs/log.md)."""
 
 GROUPS_S = 5.0
 """Seconds of these groups above which there are fewer, and likewise in the timed steps of RL."""
+
+TRAINED = 0.65
+"""Share of the groups that train in a step of RL: 0.43 to 0.72, and 0.62 on average, in six runs of
+docs/benchmarks/init.md, where trials had 0.12 to 0.88."""
+
+PLAYED = 0.75
+"""Seconds of a step's episodes in two processes, over those in the trial's one (docs/log.md)."""
 
 FEW_GROUPS = 4
 """The same in a slow environment."""
@@ -126,13 +135,25 @@ async def _seconds_a_group(run_: Run, trial: Trial, until: float, number: int) -
     """Seconds of a step of RL with so many groups, over that number, when RL begins."""
     rl = run_.config.rl
     assert rl is not None
-    smaller = rl.model_copy(update={"groups_per_step": number})
+    still = rl.optimizer.model_copy(update={"lr": 1e-8})  # the policy stays as it is
+    smaller = rl.model_copy(update={"groups_per_step": number, "optimizer": still})
     timed = replace(run_, config=run_.config.model_copy(update={"rl": smaller}))
     stage, metrics = rl_stage(timed), Metrics()
+    stage.algorithm = replace(stage.algorithm, keep=None, advantages=Outcome(_apart))
     await run_steps(timed, stage, metrics, 0, 1)
     if time.perf_counter() < until:
         await run_steps(timed, stage, metrics, 1, 1 + RL_STEPS)
-    return trial.growth * metrics.mean("time/step_s", RL_STEPS) / number + KEPT_S * rl.group_size
+    play_s, train_s = (metrics.mean(f"time/{part}_s", RL_STEPS) for part in ("rollout", "train"))
+    if can_share(run_.config):
+        play_s *= PLAYED
+    step_s = trial.growth * (play_s + TRAINED * train_s)
+    return step_s / number + KEPT_S * rl.group_size
+
+
+def _apart(rewards: Sequence[float]) -> list[float]:
+    """Advantages with which all episodes train: few groups of the trial may have different
+    rewards, and which ones is chance."""
+    return [(-1.0) ** index for index in range(len(rewards))]
 
 
 def affordable(trial: Trial, config: RunConfig, most: int) -> int:
