@@ -99,19 +99,19 @@ def expected_processes(config: RunConfig) -> int:
 
 def can_share(config: RunConfig) -> bool:
     """True where a long run plays in several processes, as far as the configuration tells."""
-    return not _obstacle_in(config) and _most(config) > 1
+    return not _obstacle_in(config) and cores(config) > 1
 
 
 def _default(config: RunConfig) -> int:
     """The number of processes where the configuration gives none."""
-    return 1 if _most_turns(config) < MIN_TURNS else _most(config)
+    return 1 if _most_turns(config) < MIN_TURNS else cores(config)
 
 
-def _most(config: RunConfig) -> int:
-    """As many processes as a run has cores, at most MOST."""
+def cores(config: RunConfig) -> int:
+    """The cores of a run, at most MOST."""
     affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return min(config.threads or cores, cores, MOST)
+    number = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(config.threads or number, number, MOST)
 
 
 def _most_turns(config: RunConfig) -> int:

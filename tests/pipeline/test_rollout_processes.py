@@ -255,6 +255,30 @@ def test_short_runs_play_in_one_process(make: Callable[..., Run]) -> None:
     assert make().collector.processes is None
 
 
+SFT = ["demonstrations.num_episodes=8", "sft.until.every=9", "sft.steps=400"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "number"),
+    [
+        (["rollout.max_turns=14"], 2),
+        (["rollout.max_turns=3"], 1),
+        (["rollout.max_turns=3", *SFT], 1),
+        (["rollout.max_turns=3", *SFT, "rl.steps_per_unused_sft_step=0.1"], 2),
+    ],
+    ids=["long episodes", "short", "SFT", "unused steps of SFT"],
+)
+def test_processes_play_where_rl_has_many_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], number: int
+) -> None:
+    monkeypatch.setattr(rollout_processes, "cores", lambda config: 2)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    of_rl = ["rl.steps=20", "rl.groups_per_step=16", "rl.group_size=8"]  # 2,560 episodes
+    config = load_config(recipe, [*of_rl, *changes])
+    assert rollout_processes.expected_processes(config) == number
+
+
 def test_an_error_that_cannot_be_pickled_keeps_its_text() -> None:
     from ludus.pipeline.rollout_process import portable
 

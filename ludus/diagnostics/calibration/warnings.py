@@ -231,9 +231,9 @@ def of_episodes(number: int) -> Iterator[str]:
     """Yields that RL of a model from scratch will have too few episodes."""
     if number < FEW_EPISODES:
         yield (
-            f"RL has {number:,} episodes in these minutes. Of four runs with fewer than "
-            f"{FEW_EPISODES:,}, success rose clearly in one and fell in one: give more with "
-            "--minutes, or train with SFT alone"
+            f"RL has {number:,} episodes in these minutes. Of six runs with fewer than "
+            f"{FEW_EPISODES:,}, success rose with intervals apart in three, barely in two of them, "
+            "and fell in one: give more with --minutes, or train with SFT alone"
         )
 
 

@@ -18,10 +18,12 @@ from ludus.data.splits import Splits
 from ludus.diagnostics.calibration.first import base
 from ludus.diagnostics.calibration.subject import Subject
 from ludus.diagnostics.calibration.tokens import trained
+from ludus.diagnostics.calibration.trials import rl as trial_rl
 from ludus.diagnostics.calibration.trials import try_out as trying
 from ludus.diagnostics.calibration.trials.dtypes import at_dtype, time_dtypes
 from ludus.diagnostics.calibration.trials.rl import affordable, growth
 from ludus.diagnostics.calibration.trials.sft import measurable, to_its_end, unseen_loss
+from ludus.diagnostics.calibration.trials.steps import close
 from ludus.diagnostics.calibration.trials.trial import Trial
 from ludus.diagnostics.calibration.trials.try_out import try_out
 from ludus.evaluate.results import Estimate
@@ -142,13 +144,55 @@ def test_groups_of_slow_episodes_are_few(eval_s: float, groups: int) -> None:
     assert affordable(Trial(eval_s=eval_s), config, 32) == groups
 
 
+async def test_a_step_of_rl_is_timed_with_all_of_its_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy that never succeeds has no group with different rewards, and RL will have some."""
+    config = recipe(128)
+    env = Spec(name="babyai")
+    tasks = TaskList([Task(id=f"t{n}", data={"seed": n}, tier="GoToObj") for n in range(8)])
+    changes = {"groups_per_step": 4, "group_size": 2, "minibatches": 2}
+    assert config.rl is not None
+    rollout = config.rollout.model_copy(update={"max_turns": 2, "max_tokens_per_turn": 2})
+    rl = config.rl.model_copy(update=changes)
+    config = config.model_copy(update={"rl": rl, "rollout": rollout, "env": env})
+    texts = [
+        Message(role="user", content="go to the red ball"),
+        Message(role="assistant", content="left"),
+    ]
+    tokenizer = trained(config, [Conversation(Task(id="t"), texts, None, None)], ())
+    run = build(config, RunFolder(tmp_path), Splits(tasks, []), tokenizer, [])
+    timed: list[dict[str, float]] = []
+
+    class Kept(trial_rl.Metrics):
+        def record(self, stage: str, step: int, groups: Any, metrics: dict[str, float]) -> None:
+            super().record(stage, step, groups, metrics)
+            timed.append(metrics)
+
+    monkeypatch.setattr(trial_rl, "Metrics", Kept)
+    before = {k: v.clone() for k, v in run.backend.present_model().state_dict().items()}
+    try:
+        seconds = await trial_rl.seconds_of_a_group(run, Trial(), math.inf, 4)
+    finally:
+        await close(run)
+    assert seconds > 0
+    assert len(timed) == 1 + trial_rl.RL_STEPS
+    for step in timed:
+        assert step["rollout/groups_with_signal"] == 0
+        assert step["train/groups_with_advantage"] == 1
+        assert step["train/optimizer_steps"] == 2
+    after = run.backend.present_model().state_dict()
+    assert all((after[k] - v).abs().max() < 1e-6 for k, v in before.items()), "as it was"
+
+
 async def test_held_out_tasks_that_cannot_be_scored_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def measured(run: Any, until: SFTUntilConfig, step: int, tasks: Any = None) -> Any:
         if tasks is not None:
             raise DataError("nothing to evaluate: 8 tasks")
-        return [], SimpleNamespace(success=Estimate(value=0.5, low=0.4, high=0.6, num_tasks=128))
+        estimate = Estimate(value=0.5, low=0.4, high=0.6, num_tasks=128)
+        return [], SimpleNamespace(success=estimate, num_episodes=128)
 
     monkeypatch.setattr(sft_end, "measure", measured)
     run: Any = SimpleNamespace(config=recipe(64), splits=SimpleNamespace(heldout=[Task(id="h")]))
@@ -168,7 +212,7 @@ async def test_held_out_tasks_are_measured_where_training_tasks_succeed(
         asked.append(tasks or own)
         value = success if tasks is None else 0.0
         estimate = Estimate(value=value, low=0.0, high=1.0, num_tasks=128)
-        return [], SimpleNamespace(success=estimate)
+        return [], SimpleNamespace(success=estimate, num_episodes=128)
 
     monkeypatch.setattr(sft_end, "measure", measured)
     run: Any = SimpleNamespace(config=recipe(64), splits=SimpleNamespace(heldout=others))

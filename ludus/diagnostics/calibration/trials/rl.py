@@ -85,7 +85,7 @@ async def measure(
             break  # the time of all trials is over
     number = rl.groups_per_step if slow else affordable(trial, run_.config, rl.groups_per_step)
     trial.rl_step_s = await time_rl(
-        partial(_seconds_a_group, run_, trial, until), number, until, rl
+        partial(seconds_of_a_group, run_, trial, until), number, until, rl
     )
     trial.eval_s *= trial.growth
 
@@ -131,7 +131,7 @@ def groups_of(step_s: float, groups_per_step: int) -> int:
     return groups_per_step
 
 
-async def _seconds_a_group(run_: Run, trial: Trial, until: float, number: int) -> float:
+async def seconds_of_a_group(run_: Run, trial: Trial, until: float, number: int) -> float:
     """Seconds of a step of RL with so many groups, over that number, when RL begins."""
     rl = run_.config.rl
     assert rl is not None
