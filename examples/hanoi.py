@@ -32,6 +32,7 @@ class Hanoi(Env):
     max_turns: ClassVar[int] = 24
     cheap_reset: ClassVar[bool] = True  # so that no held-out task is a training task
     blocking: ClassVar[bool] = False  # a step takes microseconds: no thread for it
+    several_processes: ClassVar[bool] = True  # its episodes share nothing
     solved = True  # no open episode
 
     async def reset(self, task: Task) -> Observation:

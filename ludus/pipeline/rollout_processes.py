@@ -35,6 +35,9 @@ MIN_TURNS = 10_000
 in 0.7 of the time of one. 1,280 episodes of PickupLoc, of up to 14 turns, took 22 s of one."""
 
 
+UNDECLARED = "does not declare `several_processes`; set that to True if its episodes share nothing"
+
+
 def start_processes(
     config: RunConfig, folder: RunFolder, backend: Backend
 ) -> RolloutProcesses | None:
@@ -50,7 +53,10 @@ def start_processes(
     if reason := _obstacle(config, backend):
         if asked is not None:
             raise ConfigError(f"rollout.processes: {asked} is not possible: {reason}")
-        log.detail("one process plays all episodes", reason=reason)
+        if reason.endswith(UNDECLARED) and config.env is not None and ":" in config.env.name:
+            log.info(f"one process plays all episodes, since the class {UNDECLARED}")  # a user's
+        else:
+            log.detail("one process plays all episodes", reason=reason)
         return None
     model, sampler = local_model(backend), backend.sampler
     if asked is None and weight_bytes(model) > MAX_BYTES:
@@ -149,7 +155,7 @@ def _obstacle_in(config: RunConfig) -> str | None:
         "a `judge` may hold state": config.judge is not None,
         "`traces` are recorded in this process": config.traces is not None,
         "there is no environment": env is None,
-        f"env: {config.env and config.env.name} does not declare `several_processes`": not getattr(
+        f"env: {config.env and config.env.name} {UNDECLARED}": not getattr(
             env, "several_processes", False
         ),
     }

@@ -251,6 +251,20 @@ def test_a_run_that_cannot_be_divided_says_so(
     assert reason in str(caught.value)
 
 
+def test_a_class_of_ones_own_that_could_share_is_told(
+    make: Callable[..., Run],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(rollout_processes, "cores", lambda config: 2)
+    alone = [f'env.name="{ENVS}:Alone"', "rl.steps=2000", "rollout.max_turns=3"]
+    with caplog.at_level("INFO"):
+        assert make(*alone).collector.processes is None
+    [line] = [r for r in caplog.records if "one process" in r.getMessage()]
+    assert "set that to True if its episodes share nothing" in line.getMessage()
+    assert not line.file_only  # type: ignore[attr-defined]
+
+
 def test_short_runs_play_in_one_process(make: Callable[..., Run]) -> None:
     assert make().collector.processes is None
 
