@@ -15,6 +15,7 @@ from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
 from ludus.envs import ENVS
 from ludus.models.shared_weights import SharedWeights, weight_bytes
+from ludus.pipeline.parts.processes import UNDECLARED, obstacle
 from ludus.rollout.hosts.processes import COUNTERS, Queue, RolloutProcess, RolloutProcesses, Setup
 from ludus.store.folders import RunFolder
 from ludus.telemetry.logs import get_logger
@@ -22,6 +23,8 @@ from ludus.telemetry.logs import get_logger
 log = get_logger(__name__)
 
 MODULE = "ludus.pipeline.rollout_process"
+
+ALONE = "one process plays all episodes"
 
 MOST = 4
 """Processes by default: each takes about 0.5 GB."""
@@ -35,9 +38,6 @@ MIN_TURNS = 10_000
 in 0.7 of the time of one. 1,280 episodes of PickupLoc, of up to 14 turns, took 22 s of one."""
 
 
-UNDECLARED = "does not declare `several_processes`; set that to True if its episodes share nothing"
-
-
 def start_processes(
     config: RunConfig, folder: RunFolder, backend: Backend
 ) -> RolloutProcesses | None:
@@ -49,6 +49,8 @@ def start_processes(
     asked = config.rollout.processes
     size = _default(config) if asked is None else asked
     if size == 1:
+        few = f"RL plays fewer than {MIN_TURNS:,} turns" if cores(config) > 1 else "one core"
+        log.detail(ALONE, reason=few if asked is None else "rollout.processes")
         return None
     if reason := _obstacle(config, backend):
         if asked is not None:
@@ -56,12 +58,13 @@ def start_processes(
         if reason.endswith(UNDECLARED) and config.env is not None and ":" in config.env.name:
             log.info(f"one process plays all episodes, since the class {UNDECLARED}")  # a user's
         else:
-            log.detail("one process plays all episodes", reason=reason)
+            log.detail(ALONE, reason=reason)
         return None
     model, sampler = local_model(backend), backend.sampler
     if asked is None and weight_bytes(model) > MAX_BYTES:
-        log.detail("one process plays all episodes", reason="the model is large")
+        log.detail(ALONE, reason="the model is large")
         return None
+    log.detail("several processes play the episodes", number=size)
     weights = SharedWeights(model)
     threads = max(1, (config.threads or torch.get_num_threads()) // size)
     setup = Setup(config, folder.path.resolve(), threads, sys.path)
@@ -98,14 +101,14 @@ def local_model(backend: Any) -> Any:
 def expected_processes(config: RunConfig) -> int:
     """Processes that play a run's episodes, this one included, as far as the configuration tells:
     for a small model with the sampler in this process."""
-    if _obstacle_in(config):
+    if obstacle(config):
         return 1
     return config.rollout.processes or _default(config)
 
 
 def can_share(config: RunConfig) -> bool:
     """True where a long run plays in several processes, as far as the configuration tells."""
-    return not _obstacle_in(config) and cores(config) > 1
+    return not obstacle(config) and cores(config) > 1
 
 
 def _default(config: RunConfig) -> int:
@@ -134,29 +137,8 @@ def _most_turns(config: RunConfig) -> int:
 
 def _obstacle(config: RunConfig, backend: Backend) -> str | None:
     """The first reason why only this process can play."""
-    if reason := _obstacle_in(config):
+    if reason := obstacle(config):
         return reason
     decoder = getattr(backend.sampler, "decoder", None)
     exact = decoder is not None and decoder.batch_invariant
     return None if exact else "tokens of this sampler depend on their batch"
-
-
-def _obstacle_in(config: RunConfig) -> str | None:
-    """The first reason in the configuration why only the run's process can play."""
-    env = ENVS.load(config.env.name) if config.env is not None else None
-    obstacles = {
-        f"backend: {config.backend.name} has processes of its own": config.backend.name != "local",
-        "rollout.deterministic is false": not config.rollout.deterministic,
-        "verify compares one sampler with the learner": config.verify,
-        "rl.max_staleness plays ahead in this process": bool(config.rl and config.rl.max_staleness),
-        "an `agent` plays the episodes": config.agent is not None,
-        "several `roles` play": bool(config.roles or config.policies),
-        "`tools` may hold state": bool(config.tools),
-        "a `judge` may hold state": config.judge is not None,
-        "`traces` are recorded in this process": config.traces is not None,
-        "there is no environment": env is None,
-        f"env: {config.env and config.env.name} {UNDECLARED}": not getattr(
-            env, "several_processes", False
-        ),
-    }
-    return next((reason for reason, stands in obstacles.items() if stands), None)

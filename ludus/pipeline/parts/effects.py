@@ -16,6 +16,7 @@ from ludus.core.types import Spec
 from ludus.judges import JUDGES
 from ludus.models import TOKENIZERS
 from ludus.pipeline.monitoring import rl_end
+from ludus.pipeline.parts.processes import obstacle
 from ludus.pipeline.parts.registries import judges, with_parts
 from ludus.train import ALGORITHMS
 
@@ -45,6 +46,8 @@ def without_effect(config: RunConfig) -> Iterator[str]:
             "which ignores them: remove them, or set verify to false"
         )
     yield from _unmeasured(config)
+    if (number := config.rollout.processes or 1) > 1 and (reason := obstacle(config)):
+        yield f"rollout.processes: {number} is not possible: {reason}"
     if config.evaluate.before_sft and config.sft is None:
         yield (
             "evaluate.before_sft: sft is null, and the evaluation before RL is that of the start: "

@@ -117,3 +117,19 @@ def test_no_message_shows_the_password_of_a_url() -> None:
     )
     level = ["rl.algorithm.args.level=token"]
     assert "level=token" in located(RECIPE, level, "rl.algorithm.args.level: no")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("verify=true", "verify compares one sampler with the learner"),
+        ("judge=answer", "a `judge` may hold state"),
+        ("env={name: alfworld}", "env: alfworld does not declare `several_processes`; set that to"),
+    ],
+)
+def test_processes_that_the_recipe_does_not_allow(override: str, reason: str) -> None:
+    """They are refused before demonstrations are played and a run's folder exists."""
+    told = refusals("rollout.processes=2", override)
+    [line] = [line for line in told if "rollout.processes" in line]
+    assert line.startswith("override ")
+    assert f": rollout.processes: 2 is not possible: {reason}" in line

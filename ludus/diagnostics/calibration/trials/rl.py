@@ -78,8 +78,8 @@ async def measure(
         played = sum(len(group.trajectories) for group in groups)
         say(
             f"at temperature {temperature:g} {trial.success[temperature]:.0%} of {played:,} "
-            f"sampled episodes succeed, and {trial.signal[temperature]:.0%} of the {len(groups)} "
-            "groups have different rewards"
+            f"sampled episodes of training tasks succeed, and {trial.signal[temperature]:.0%} of "
+            f"the {len(groups)} groups have different rewards"
         )
         if time.perf_counter() > until:
             break  # the time of all trials is over

@@ -81,8 +81,10 @@ async def to_its_end(
         measured_s = time.perf_counter() - started
         trial.eval_s = measured_s * of_recipe.num_tasks / settings.num_tasks
         trial.curve.append((step, result.success.value))
-        succeed = f"{result.success.value:.0%} of {result.num_episodes} sampled episodes succeed"
-        say(f"after {step} steps of SFT {succeed}")
+        say(
+            f"after {step} steps of SFT {result.success.value:.0%} of {result.num_episodes} "
+            "sampled episodes of training tasks succeed"
+        )
         ended = sft_end.reason_to_end(settings, trial.curve)
         if ended or step >= stage.steps or time.perf_counter() > until:
             if result.success.value > 0 and measured_s <= MEASURED_S:

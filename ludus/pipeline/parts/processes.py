@@ -1,0 +1,29 @@
+"""Whether the episodes of a run may be played by several processes (`rollout.processes`)."""
+
+from __future__ import annotations
+
+from ludus.config.schema import RunConfig
+from ludus.envs import ENVS
+
+UNDECLARED = "does not declare `several_processes`; set that to True if its episodes share nothing"
+
+
+def obstacle(config: RunConfig) -> str | None:
+    """The first reason in the configuration why only the run's process can play."""
+    env = ENVS.load(config.env.name) if config.env is not None else None
+    obstacles = {
+        f"backend: {config.backend.name} has processes of its own": config.backend.name != "local",
+        "rollout.deterministic is false": not config.rollout.deterministic,
+        "verify compares one sampler with the learner": config.verify,
+        "rl.max_staleness plays ahead in this process": bool(config.rl and config.rl.max_staleness),
+        "an `agent` plays the episodes": config.agent is not None,
+        "several `roles` play": bool(config.roles or config.policies),
+        "`tools` may hold state": bool(config.tools),
+        "a `judge` may hold state": config.judge is not None,
+        "`traces` are recorded in this process": config.traces is not None,
+        "there is no environment": env is None,
+        f"env: {config.env and config.env.name} {UNDECLARED}": not getattr(
+            env, "several_processes", False
+        ),
+    }
+    return next((reason for reason, stands in obstacles.items() if stands), None)
