@@ -14,8 +14,9 @@ from ludus.backends.base import Backend
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
 from ludus.envs import ENVS
+from ludus.envs.base import Env
 from ludus.models.shared_weights import SharedWeights, weight_bytes
-from ludus.pipeline.parts.processes import UNDECLARED, obstacle
+from ludus.pipeline.parts.processes import OWN, obstacle
 from ludus.rollout.hosts.processes import COUNTERS, Queue, RolloutProcess, RolloutProcesses, Setup
 from ludus.store.folders import RunFolder
 from ludus.telemetry.logs import get_logger
@@ -55,10 +56,7 @@ def start_processes(
     if reason := _obstacle(config, backend):
         if asked is not None:
             raise ConfigError(f"rollout.processes: {asked} is not possible: {reason}")
-        if reason.endswith(UNDECLARED) and config.env is not None and ":" in config.env.name:
-            log.info(f"one process plays all episodes, since the class {UNDECLARED}")  # a user's
-        else:
-            log.detail(ALONE, reason=reason)
+        (log.info if reason.endswith(OWN) else log.detail)(ALONE, reason=reason)
         return None
     model, sampler = local_model(backend), backend.sampler
     if asked is None and weight_bytes(model) > MAX_BYTES:
@@ -113,7 +111,7 @@ def can_share(config: RunConfig) -> bool:
 
 def _default(config: RunConfig) -> int:
     """The number of processes where the configuration gives none."""
-    return 1 if _most_turns(config) < MIN_TURNS else cores(config)
+    return 1 if most_turns(config) < MIN_TURNS else cores(config)
 
 
 def cores(config: RunConfig) -> int:
@@ -123,14 +121,14 @@ def cores(config: RunConfig) -> int:
     return min(config.threads or number, number, MOST)
 
 
-def _most_turns(config: RunConfig) -> int:
+def most_turns(config: RunConfig) -> int:
     """Turns of RL, where SFT leaves all of its steps to it and each episode takes all its turns."""
     rl, limit = config.rl, config.rollout.max_turns
     if rl is None:
         return 0
     if limit is None:
-        own = getattr(ENVS.load(config.env.name), "max_turns", 1) if config.env else 1
-        limit = own if isinstance(own, int) else 1
+        own = getattr(ENVS.load(config.env.name), "max_turns", None) if config.env else 1
+        limit = own if isinstance(own, int) else Env.max_turns  # a property's is not known yet
     turns = limit if isinstance(limit, int) else max(limit.values(), default=1)
     return rl.most_steps(config.sft) * rl.groups_per_step * rl.group_size * turns
 

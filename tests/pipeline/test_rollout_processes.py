@@ -17,6 +17,7 @@ from ludus.config.load import load_config
 from ludus.core.errors import ConfigError
 from ludus.core.types import Group, Status
 from ludus.data.splits import read_splits
+from ludus.envs.base import Env
 from ludus.models.decoders import native
 from ludus.pipeline import rollout_processes
 from ludus.pipeline.build import Run, build
@@ -238,6 +239,7 @@ async def test_a_cancelled_step_leaves_no_process(make: Callable[..., Run]) -> N
     ("override", "reason"),
     [
         (f'env.name="{ENVS}:Alone"', "does not declare `several_processes`"),
+        (f'env.name="{ENVS}:Undecided"', "does not declare `several_processes`"),
         ("rollout.deterministic=false", "rollout.deterministic is false"),
         ("sampler.args.path=generic", "tokens of this sampler depend on their batch"),
         ("judge=answer", "a `judge` may hold state"),
@@ -261,12 +263,20 @@ def test_a_class_of_ones_own_that_could_share_is_told(
     with caplog.at_level("INFO"):
         assert make(*alone).collector.processes is None
     [line] = [r for r in caplog.records if "one process" in r.getMessage()]
-    assert "set that to True if its episodes share nothing" in line.getMessage()
-    assert not line.file_only  # type: ignore[attr-defined]
+    fields: Any = line
+    assert "set that to True if its episodes share nothing" in fields.fields["reason"]
+    assert not fields.file_only
 
 
 def test_short_runs_play_in_one_process(make: Callable[..., Run]) -> None:
     assert make().collector.processes is None
+
+
+def test_a_limit_of_turns_that_depends_on_arguments_counts_as_the_usual_one(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    config = load_config(recipe, [f'env.name="{ENVS}:Undecided"'])
+    assert rollout_processes.most_turns(config) == 12 * Env.max_turns
 
 
 SFT = ["demonstrations.num_episodes=8", "sft.until.every=9", "sft.steps=400"]

@@ -52,3 +52,15 @@ class Count(Alone):
             if self.fails == "crash" and os.getpid() != self.owner:
                 os._exit(3)
         return await super().reset(task)
+
+
+class Undecided(Alone):
+    """Whether it may play in several processes, and for how long, depends on its arguments."""
+
+    @property
+    def several_processes(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def max_turns(self) -> int:  # type: ignore[override]
+        return 7

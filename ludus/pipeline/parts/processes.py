@@ -5,12 +5,16 @@ from __future__ import annotations
 from ludus.config.schema import RunConfig
 from ludus.envs import ENVS
 
-UNDECLARED = "does not declare `several_processes`; set that to True if its episodes share nothing"
+OWN = "; set that to True if its episodes share nothing"
+"""Follows the name of a class of the user's own that does not declare it."""
 
 
 def obstacle(config: RunConfig) -> str | None:
     """The first reason in the configuration why only the run's process can play."""
     env = ENVS.load(config.env.name) if config.env is not None else None
+    name = config.env.name if config.env is not None else ""
+    declared = getattr(env, "several_processes", False) is True  # no property: it may be False
+    own = OWN if ":" in name else ""
     obstacles = {
         f"backend: {config.backend.name} has processes of its own": config.backend.name != "local",
         "rollout.deterministic is false": not config.rollout.deterministic,
@@ -22,8 +26,6 @@ def obstacle(config: RunConfig) -> str | None:
         "a `judge` may hold state": config.judge is not None,
         "`traces` are recorded in this process": config.traces is not None,
         "there is no environment": env is None,
-        f"env: {config.env and config.env.name} {UNDECLARED}": not getattr(
-            env, "several_processes", False
-        ),
+        f"env: {name} does not declare `several_processes`{own}": not declared,
     }
     return next((reason for reason, stands in obstacles.items() if stands), None)

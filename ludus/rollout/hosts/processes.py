@@ -189,7 +189,8 @@ class RolloutProcess:
             return self._connection.recv()
         except (EOFError, OSError) as error:
             code = self._process.poll()
-            raise ProcessDied(f"it ended with code {code}" if code else described(error)) from error
+            told = described(error) if code is None else f"it ended with code {code}"
+            raise ProcessDied(told) from error
 
     def close(self) -> None:
         """End the process; it may be playing. Idempotent."""

@@ -124,7 +124,7 @@ def test_no_message_shows_the_password_of_a_url() -> None:
     [
         ("verify=true", "verify compares one sampler with the learner"),
         ("judge=answer", "a `judge` may hold state"),
-        ("env={name: alfworld}", "env: alfworld does not declare `several_processes`; set that to"),
+        ("env={name: alfworld}", "env: alfworld does not declare `several_processes`"),
     ],
 )
 def test_processes_that_the_recipe_does_not_allow(override: str, reason: str) -> None:
