@@ -59,7 +59,7 @@ def start_processes(
         (log.info if reason.endswith(OWN) else log.detail)(ALONE, reason=reason)
         return None
     model, sampler = local_model(backend), backend.sampler
-    if asked is None and weight_bytes(model) > MAX_BYTES:
+    if asked is None and _is_large(backend):
         log.detail(ALONE, reason="the model is large")
         return None
     log.detail("several processes play the episodes", number=size)
@@ -104,14 +104,18 @@ def expected_processes(config: RunConfig) -> int:
     return config.rollout.processes or _default(config)
 
 
-def can_share(config: RunConfig) -> bool:
-    """True where a long run plays in several processes, as far as the configuration tells."""
-    return not obstacle(config) and cores(config) > 1
+def can_share(config: RunConfig, backend: Backend) -> bool:
+    """True where several processes play by default, if RL is long."""
+    return cores(config) > 1 and not _obstacle(config, backend) and not _is_large(backend)
 
 
 def _default(config: RunConfig) -> int:
     """The number of processes where the configuration gives none."""
     return 1 if most_turns(config) < MIN_TURNS else cores(config)
+
+
+def _is_large(backend: Backend) -> bool:
+    return weight_bytes(local_model(backend)) > MAX_BYTES
 
 
 def cores(config: RunConfig) -> int:

@@ -16,7 +16,7 @@ def obstacle(config: RunConfig) -> str | None:
     declared = getattr(env, "several_processes", False) is True  # no property: it may be False
     own = OWN if ":" in name else ""
     obstacles = {
-        f"backend: {config.backend.name} has processes of its own": config.backend.name != "local",
+        f"backend: {config.backend.name} has none of these": config.backend.name != "local",
         "rollout.deterministic is false": not config.rollout.deterministic,
         "verify compares one sampler with the learner": config.verify,
         "rl.max_staleness plays ahead in this process": bool(config.rl and config.rl.max_staleness),

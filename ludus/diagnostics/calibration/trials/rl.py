@@ -144,7 +144,7 @@ async def seconds_of_a_group(run_: Run, trial: Trial, until: float, number: int)
     if time.perf_counter() < until:
         await run_steps(timed, stage, metrics, 1, 1 + RL_STEPS)
     play_s, train_s = (metrics.mean(f"time/{part}_s", RL_STEPS) for part in ("rollout", "train"))
-    if can_share(run_.config):
+    if can_share(run_.config, run_.backend):
         play_s *= PLAYED
     step_s = trial.growth * (play_s + TRAINED * train_s)
     return step_s / number + KEPT_S * rl.group_size
