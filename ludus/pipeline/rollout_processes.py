@@ -25,8 +25,6 @@ log = get_logger(__name__)
 
 MODULE = "ludus.pipeline.rollout_process"
 
-ALONE = "one process plays all episodes"
-
 MOST = 4
 """Processes by default: each takes about 0.5 GB."""
 
@@ -48,21 +46,19 @@ def start_processes(
     allow them.
     """
     asked = config.rollout.processes
-    size = _default(config) if asked is None else asked
-    if size == 1:
-        few = f"RL plays fewer than {MIN_TURNS:,} turns" if cores(config) > 1 else "one core"
-        log.detail(ALONE, reason=few if asked is None else "rollout.processes")
+    if asked is None:
+        reason = _needless(config) or _obstacle(config, backend) or _too_large(backend)
+    elif asked == 1:
+        reason = "rollout.processes"
+    elif reason := _obstacle(config, backend):
+        raise ConfigError(f"rollout.processes: {asked} is not possible: {reason}")
+    if reason is not None:
+        tell = log.info if reason.endswith(OWN) else log.detail
+        tell("one process plays all episodes", reason=reason)
         return None
-    if reason := _obstacle(config, backend):
-        if asked is not None:
-            raise ConfigError(f"rollout.processes: {asked} is not possible: {reason}")
-        (log.info if reason.endswith(OWN) else log.detail)(ALONE, reason=reason)
-        return None
-    model, sampler = local_model(backend), backend.sampler
-    if asked is None and _is_large(backend):
-        log.detail(ALONE, reason="the model is large")
-        return None
+    size = asked or cores(config)
     log.detail("several processes play the episodes", number=size)
+    model, sampler = local_model(backend), backend.sampler
     weights = SharedWeights(model)
     threads = max(1, (config.threads or torch.get_num_threads()) // size)
     setup = Setup(config, folder.path.resolve(), threads, sys.path)
@@ -101,21 +97,24 @@ def expected_processes(config: RunConfig) -> int:
     for a small model with the sampler in this process."""
     if obstacle(config):
         return 1
-    return config.rollout.processes or _default(config)
+    return config.rollout.processes or (1 if _needless(config) else cores(config))
 
 
 def can_share(config: RunConfig, backend: Backend) -> bool:
     """True where several processes play by default, if RL is long."""
-    return cores(config) > 1 and not _obstacle(config, backend) and not _is_large(backend)
+    return cores(config) > 1 and not (_obstacle(config, backend) or _too_large(backend))
 
 
-def _default(config: RunConfig) -> int:
-    """The number of processes where the configuration gives none."""
-    return 1 if most_turns(config) < MIN_TURNS else cores(config)
+def _needless(config: RunConfig) -> str | None:
+    """The reason for which one process suffices, where the configuration gives no number."""
+    if cores(config) == 1:
+        return "one core"
+    few = most_turns(config) < MIN_TURNS
+    return f"RL plays fewer than {MIN_TURNS:,} turns" if few else None
 
 
-def _is_large(backend: Backend) -> bool:
-    return weight_bytes(local_model(backend)) > MAX_BYTES
+def _too_large(backend: Backend) -> str | None:
+    return "the model is large" if weight_bytes(local_model(backend)) > MAX_BYTES else None
 
 
 def cores(config: RunConfig) -> int:

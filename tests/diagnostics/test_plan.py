@@ -218,9 +218,7 @@ QUIET = {
 
 def planned(name: str, on: Hardware) -> float:
     """Minutes of a recipe by its expert's episodes."""
-    processes = (
-        [] if name == "webshop-tiny" else ["rollout.processes=2"]
-    )  # its games share an index
+    processes = [] if name == "webshop-tiny" else ["rollout.processes=2"]  # it plays in one
     config = load_config(str(RECIPES / f"{name}.yaml"), processes)
     usage = replace(measure(config), **QUIET[name])
     return planning.plan(config, on, usage=usage).hours * 60

@@ -55,7 +55,7 @@ class Count(Alone):
 
 
 class Undecided(Alone):
-    """Whether it may play in several processes, and for how long, depends on its arguments."""
+    """An environment whose processes and turns depend on its arguments."""
 
     @property
     def several_processes(self) -> bool:  # type: ignore[override]

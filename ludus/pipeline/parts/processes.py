@@ -1,4 +1,4 @@
-"""Whether the episodes of a run may be played by several processes (`rollout.processes`)."""
+"""Obstacles to several processes that play the episodes of a run (`rollout.processes`)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from ludus.models.memory import is_out_of_memory
 
 
 class OwnFunctionError(TrainingError):
-    """What a user's function of an algorithm raised; `part` names it, for example `advantages`."""
+    """An error of a user's function of an algorithm; `part` names it, for example `advantages`."""
 
     part = ""
 

@@ -132,7 +132,8 @@ def groups_of(step_s: float, groups_per_step: int) -> int:
 
 
 async def seconds_of_a_group(run_: Run, trial: Trial, until: float, number: int) -> float:
-    """Seconds of a step of RL with so many groups, over that number, when RL begins."""
+    """Seconds of a step of RL with so many groups, over that number, when RL begins: timed with
+    all groups, of which TRAINED will train."""
     rl = run_.config.rl
     assert rl is not None
     still = rl.optimizer.model_copy(update={"lr": 1e-8})  # the policy stays as it is
