@@ -20,6 +20,7 @@ from typing import Any
 from ludus.core.errors import LudusError, described
 from ludus.core.system.garbage import collect_rarely
 from ludus.rollout.hosts.processes import COUNTERS, Played, Queue, Setup, Share
+from ludus.telemetry.relayed_logs import relay_logs
 
 PARENT_CHECK_S = 1.0
 
@@ -80,14 +81,20 @@ def main() -> None:
     """Serve the connection. Arguments: file descriptors of it, the weights and the queue."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     connection, weights_fd = Connection(int(sys.argv[1])), int(sys.argv[2])
-    queue = Queue(int(sys.argv[3]))
+    queue, lock = Queue(int(sys.argv[3])), threading.Lock()
+
+    def send(message: Any) -> None:
+        with lock:  # threads of environments log
+            connection.send(message)
+
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         player = Player(connection.recv(), weights_fd, queue)
     except Exception as error:
-        connection.send(described(error))
+        send(described(error))
         return
-    connection.send(None)
+    send(None)
+    relay_logs(send)  # from here on: the run's own process has logged what building a run logs
     with asyncio.Runner() as runner:
         while True:
             try:
@@ -98,7 +105,7 @@ def main() -> None:
                 reply: Any = runner.run(player.play(share))
             except Exception as error:
                 reply = portable(error)
-            connection.send(reply)
+            send(reply)
 
 
 def _end_with(parent: int) -> None:

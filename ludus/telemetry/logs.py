@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -113,18 +113,23 @@ def setup_logging(run_dir: Path | None = None, console: Console | None = None) -
     handlers[0].addFilter(lambda record: not getattr(record, "file_only", False))
     if run_dir is not None:
         handlers.append(_file(run_dir / "log.jsonl"))
+    use_handlers(handlers, logging.getLevelName(level))
+    # transformers has its own log handler, with its own verbosity setting.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if loaded := sys.modules.get("transformers.utils.logging"):
+        loaded.set_verbosity_error()
+
+
+def use_handlers(handlers: Sequence[logging.Handler], level: int) -> None:
+    """Send records to these handlers alone: those of ludus from `level` or info on."""
     shutdown_logging()
     root = logging.getLogger()
     for handler in handlers:
         setattr(handler, _MARK, True)
         root.addHandler(handler)
-    logging.getLogger("ludus").setLevel(min(logging.getLevelName(level), logging.INFO))
+    logging.getLogger("ludus").setLevel(min(level, logging.INFO))
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    # transformers has its own log handler, with its own verbosity setting.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if loaded := sys.modules.get("transformers.utils.logging"):
-        loaded.set_verbosity_error()
 
 
 def check_settings() -> None:

@@ -14,7 +14,7 @@ from variants import variants
 
 import ludus
 from ludus.config.load import load_config
-from ludus.core.errors import ConfigError
+from ludus.core.errors import ConfigError, LudusError
 from ludus.core.types import Group, Status
 from ludus.data.splits import read_splits
 from ludus.envs.base import Env
@@ -210,6 +210,43 @@ async def test_groups_of_a_process_that_dies_are_played_here(make: Callable[...,
     assert two.collector.processes.processes == []
     assert not alive(process.pid)
     assert told(await play(two, 1)) == told(await play(one, 1))
+
+
+@needs_native
+async def test_log_lines_of_all_processes_are_the_runs(
+    make: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    two = make(
+        "rollout.processes=2", "rollout.max_retries=1", "env.args.fails=elsewhere",
+        f"env.args.owner={os.getpid()}",
+    )  # fmt: skip
+    assert two.collector.processes is not None
+    [process] = two.collector.processes.processes
+    with caplog.at_level("INFO"):
+        groups = await play(two)
+    failed = [t for g in groups for t in g.trajectories if t.status is Status.ERROR_ENV]
+    assert failed
+    lines = [line for line in caplog.records if line.getMessage() == "retrying episode"]
+    fields: list[dict[str, Any]] = [vars(line)["fields"] for line in lines]
+    assert {f["rollout_process"] for f in fields} == {process.pid}
+    assert fields[0]["error"] == failed[0].error
+    assert {f["trajectory"] for f in fields} <= {t.id for t in failed}
+
+
+@needs_native
+async def test_an_error_in_another_process_says_so(
+    make: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OWNER", str(os.getpid()))
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        "if os.environ['OWNER'] != str(os.getpid()):\n"
+        "    raise ImportError('no such library')\n"
+        "from process_envs import Count as Mine\n"
+    )
+    two = make("rollout.processes=2", f"env.name={tmp_path}/mine.py:Mine")
+    with pytest.raises(LudusError, match=r"no such library .*\(in a process that plays beside"):
+        await play(two)
 
 
 @needs_native

@@ -31,14 +31,15 @@ class Alone(Env):
 
 
 class Count(Alone):
-    """`fails` with odd seeds, at the reset; crashes only outside of the process `owner`."""
+    """`fails` with odd seeds, at the reset: crashes and fails elsewhere only outside of the
+    process `owner`."""
 
     several_processes = True
     score_range = (0.0, 3.0)
 
     def __init__(
         self,
-        fails: Annotated[str, Field(description="raise, sleep, crash or nothing.")] = "",
+        fails: Annotated[str, Field(description="raise, sleep, crash, elsewhere or nothing.")] = "",
         owner: Annotated[int, Field(description="A process.")] = 0,
     ) -> None:
         self.fails, self.owner = fails, owner
@@ -49,8 +50,11 @@ class Count(Alone):
                 raise RuntimeError(f"seed {task.data['seed']} is odd")
             if self.fails == "sleep":
                 await asyncio.sleep(60)
-            if self.fails == "crash" and os.getpid() != self.owner:
-                os._exit(3)
+            if os.getpid() != self.owner:
+                if self.fails == "crash":
+                    os._exit(3)
+                if self.fails == "elsewhere":
+                    raise RuntimeError("no such library")
         return await super().reset(task)
 
 

@@ -26,16 +26,18 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
+from logging import LogRecord
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ludus.config.schema import RolloutConfig, RunConfig
-from ludus.core.errors import described
+from ludus.core.errors import LudusError, described
 from ludus.core.system.processes import terminate
 from ludus.core.types import Group, Task, Trajectory
 from ludus.rollout.hosts.threads import WorkerThread
 from ludus.telemetry.logs import get_logger
+from ludus.telemetry.relayed_logs import log_again
 
 log = get_logger(__name__)
 
@@ -175,22 +177,28 @@ class RolloutProcess:
             raise
         thread.give_back()
         if isinstance(reply, Exception):
-            raise reply
+            raise _located(reply)
         assert isinstance(reply, Played)
         return reply
 
     def _ask(self, share: Share) -> Any:
         try:
             if not self._ready:
-                if (fault := self._connection.recv()) is not None:
+                if (fault := self._receive()) is not None:
                     raise ProcessDied(str(fault))
                 self._ready = True
             self._connection.send(share)
-            return self._connection.recv()
+            return self._receive()
         except (EOFError, OSError) as error:
             code = self._process.poll()
             told = described(error) if code is None else f"it ended with code {code}"
             raise ProcessDied(told) from error
+
+    def _receive(self) -> Any:
+        """The next message that is no log line: those are logged here."""
+        while isinstance(message := self._connection.recv(), LogRecord):
+            log_again(message, rollout_process=self.pid)
+        return message
 
     def close(self) -> None:
         """End the process; it may be playing. Idempotent."""
@@ -299,6 +307,14 @@ def episodes_of(groups: Iterable[Group]) -> Iterator[tuple[Task, Trajectory]]:
 def _can_leave(group: Group) -> bool:
     """True if another process can play the group: its task brings no judge and no environment."""
     return group.task.judge is None and group.task.env is None
+
+
+def _located(error: Exception) -> Exception:
+    """The error of another process, which says where it happened: here, nothing failed."""
+    if isinstance(error, LudusError):
+        where = "in a process that plays beside the run's own; with rollout.processes: 1, none does"
+        error.args = (f"{error} ({where})",)
+    return error
 
 
 def _has_fd(stream: Any) -> bool:

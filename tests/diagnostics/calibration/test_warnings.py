@@ -150,6 +150,8 @@ def test_held_out_tasks_that_differ_are_foretold() -> None:
     half = Estimate(value=0.5, low=0.48, high=0.52, num_tasks=2000)
     third = Estimate(value=0.35, low=0.33, high=0.37, num_tasks=2000)
     assert told(half, third) == [], "harder, but no other kind of task"
+    quarter = Estimate(value=0.26, low=0.24, high=0.28, num_tasks=2000)
+    assert told(half, quarter), "more than half of it, but 24 points lower"
 
 
 def test_held_out_tasks_that_cannot_be_played_are_told() -> None:
