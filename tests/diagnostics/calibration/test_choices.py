@@ -97,8 +97,9 @@ def test_held_out_tasks_are_as_many_as_the_minutes_allow() -> None:
     assert choices.heldout_tasks(1e6, choices.MOST_HELDOUT) == 2048
     assert choices.affordable_heldout(2048, 0.01, minutes=10) == 2048  # 30 s allow 3,000
     assert choices.affordable_heldout(2048, 0.02, minutes=10) == 1472
-    assert choices.affordable_heldout(1024, 0.04, minutes=10) == 736
-    assert choices.affordable_heldout(1024, 0.1, minutes=10) == choices.NUM_HELDOUT
+    assert choices.affordable_heldout(2048, 0.04, minutes=10) == choices.MANY_HELDOUT
+    assert choices.affordable_heldout(2048, 0.1, minutes=10) == 576  # a fifth of the minutes
+    assert choices.affordable_heldout(1024, 0.18, minutes=10) == choices.NUM_HELDOUT
     assert choices.affordable_heldout(1024, 0.5, minutes=10) == 128
     assert choices.affordable_heldout(1024, 9.0, minutes=10) == choices.LEAST_HELDOUT
     assert choices.affordable_heldout(100, 0.1, minutes=10) == 100
@@ -150,6 +151,7 @@ def test_the_minutes_are_divided() -> None:
     assert choices.steps(hard, 10, 10, 10).rl < planned.rl
     assert planned.rl_s + planned.sft_s < 600
     assert planned.likely >= 200
+    assert 2 <= planned.likely / planned.every <= 4, "evaluations during RL"
     # All of SFT, or none of it: the minutes are the same.
     sft_step = planned.sft_s / 80  # seconds, of the 60 steps that are expected, and the rate's fall
     rl_step = planned.rl_s / planned.likely
