@@ -282,7 +282,18 @@ def _line(item: ErrorDetails, path: PathKey, model: Any, place: str, noun: str) 
     if item["type"] == "finite_number":
         return f"{where} must be {at.words().replace('a number', 'a finite number', 1)}{got}"
     near = did_you_mean(value, at.literals()) if isinstance(value, str) else ""
-    return f"{where} must be {at.words()}{got}{near if 'did you mean' in near else ''}"
+    hint = near if "did you mean" in near else _default(path, model) if value is None else ""
+    return f"{where} must be {at.words()}{got}{hint}"
+
+
+def _default(path: PathKey, model: Any) -> str:
+    """The default of a key that cannot be null: often the value that turns it off."""
+    section = type_at(model, path[:-1])
+    owner = next(filter(None, (b.model() for b in section.branches())), None) if section else None
+    field = owner.model_fields.get(str(path[-1])) if owner else None
+    if field is None or not isinstance(field.default, bool | int | float | str):
+        return ""
+    return f" (the default is {show(field.default)})"
 
 
 def _nearest_key(path: PathKey, model: Any, place: str) -> str:

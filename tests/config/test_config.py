@@ -86,6 +86,11 @@ def test_every_source_gives_the_same_config(recipe, tmp_path, monkeypatch):
         ("seed: '3'", "recipes/tiny.yaml: seed must be a whole number >= 0, got '3' [line 3]"),
         ("seed: 3.0", "recipes/tiny.yaml: seed must be a whole number >= 0, got 3.0 [line 3]"),
         ("seed: true", "recipes/tiny.yaml: seed must be a whole number >= 0, got true [line 3]"),
+        (
+            "seed: null",
+            "recipes/tiny.yaml: seed must be a whole number >= 0, got null (the default is 0) "
+            "[line 3]",
+        ),
         ("report: on", "recipes/tiny.yaml: report must be true or false, got 'on' [line 3]"),
         (
             "threads: 010",
