@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -227,13 +228,14 @@ class JsonFormatter(logging.Formatter):
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
-            "logger": record.name,
-            "event": record.getMessage(),
+            "logger": plain(record.name),
+            "event": plain(record.getMessage()),
         }
-        for key, value in _fields(record).items():
+        for key, value in fields_of(record).items():
             line[f"{key}_" if key in line or key == "exception" else key] = plain(value)
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+        if record.exc_text or record.exc_info:
+            trace = record.exc_text or self.formatException(record.exc_info)  # type: ignore[arg-type]
+            line["exception"] = plain(trace)
         return json.dumps(line, ensure_ascii=False, allow_nan=False)
 
 
@@ -241,12 +243,18 @@ class HumanFormatter(logging.Formatter):
     """The event, then its fields as key=value, with control characters escaped."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        fields = [f"{key}={_field_text(value)}" for key, value in _fields(record).items()]
-        return " ".join([super().formatMessage(record), *fields])
+        fields = [f"{key}={_field_text(value)}" for key, value in fields_of(record).items()]
+        text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().formatMessage(record))
+        return " ".join([text, *fields])
 
 
-def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
-    return getattr(record, "fields", None) or {}
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
+
+
+def fields_of(record: logging.LogRecord) -> Mapping[str, Any]:
+    """The fields of an event; other packages may give their records anything of that name."""
+    fields = getattr(record, "fields", None) or {}
+    return fields if isinstance(fields, Mapping) else {"fields": fields}
 
 
 def _field_text(value: Any) -> str:

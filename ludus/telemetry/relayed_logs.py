@@ -1,46 +1,79 @@
 """Log lines of a process beside the run's own: sent there, logged again here.
 
-relay_logs(connection.send)             in the other process
-log_again(record, rollout_process=8)    in the run's own, which has the display and the log file
+    relay_logs(connection.send)             in the other process
+    log_again(line, rollout_process=8)      in the run's own, which has the display and the log file
+
+A line has texts and numbers only: what the other process logged may not exist here.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from logging.handlers import QueueHandler
 from queue import SimpleQueue
 from typing import Any
 
-from ludus.telemetry.logs import plain, use_handlers
+from ludus.telemetry.logs import fields_of, plain, use_handlers
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A log record on its way between processes, as JSON of its attributes."""
+
+    attributes: str
 
 
 class _Relay(QueueHandler):
-    def __init__(self, send: Callable[[logging.LogRecord], None]) -> None:
+    def __init__(self, send: Callable[[LogLine], None]) -> None:
         super().__init__(SimpleQueue())  # the base class's; it stays empty
-        self._send = send
+        self._send, self._pid = send, os.getpid()
 
-    def prepare(self, record: logging.LogRecord) -> Any:
-        """The record, with its message as text; values that another process cannot read are left
-        out."""
-        values = vars(super().prepare(record)).items()
-        simple = {name: value for name, value in values if isinstance(value, str | int | float)}
-        return logging.makeLogRecord(
-            {**simple, "fields": plain(getattr(record, "fields", None) or {})}
-        )
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a record; in a process that was forked from this one, show a warning at most."""
+        if os.getpid() == self._pid:
+            super().emit(record)
+        elif logging.lastResort is not None and record.levelno >= logging.lastResort.level:
+            logging.lastResort.handle(record)
 
-    def enqueue(self, record: logging.LogRecord) -> None:
+    def prepare(self, record: logging.LogRecord) -> LogLine:
+        """The line of a record, with its message and traceback as texts."""
+        traceback = record.exc_text
+        if record.exc_info:
+            traceback = logging.Formatter().formatException(record.exc_info)
+        attributes = {
+            "name": record.name,
+            "levelno": record.levelno,
+            "levelname": record.levelname,
+            "created": record.created,
+            "msg": record.getMessage(),
+            "exc_text": traceback,
+            "file_only": bool(getattr(record, "file_only", False)),
+            "fields": dict(fields_of(record)),
+        }
+        return LogLine(json.dumps(plain(attributes)))
+
+    def enqueue(self, record: Any) -> None:
         self._send(record)
 
 
-def relay_logs(send: Callable[[logging.LogRecord], None]) -> None:
-    """Give all records of this process to `send`, from any thread, in place of other handlers."""
+def relay_logs(send: Callable[[LogLine], None]) -> None:
+    """Give all log lines of this process to `send`, from any thread, in place of other handlers."""
     use_handlers([_Relay(send)], logging.INFO)
 
 
-def log_again(record: logging.LogRecord, **fields: Any) -> None:
-    """Log a record of another process here, with these fields too."""
-    record.fields = {**record.fields, **fields}  # type: ignore[attr-defined]
-    logger = logging.getLogger(record.name)
-    if logger.isEnabledFor(record.levelno):
-        logger.handle(record)
+def log_again(line: LogLine, **fields: Any) -> None:
+    """Log a line of another process here, with these fields too.
+
+    It goes to the handlers of this process' root logger: filters and handlers of its own logger
+    have seen it there.
+    """
+    record = logging.makeLogRecord(json.loads(line.attributes))
+    vars(record)["fields"] |= fields
+    if logging.getLogger(record.name).isEnabledFor(record.levelno):
+        with suppress(Exception):  # of a user's filter: a log line ends no run
+            logging.getLogger().handle(record)

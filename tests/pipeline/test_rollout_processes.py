@@ -213,6 +213,45 @@ async def test_groups_of_a_process_that_dies_are_played_here(make: Callable[...,
 
 
 @needs_native
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+async def test_a_process_that_dies_is_noticed_while_its_own_children_live(
+    make: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    crash = ("env.args.fails=orphan", f"env.args.owner={os.getpid()}")
+    two, one = make("rollout.processes=2", *crash), make("rollout.processes=1", *crash)
+    assert told(await asyncio.wait_for(play(two), 60)) == told(await play(one))
+    [line] = [x for x in caplog.records if x.getMessage().startswith("a rollout process died")]
+    assert vars(line)["fields"]["reason"] == "it ended with code 3"
+
+
+@needs_native
+async def test_a_process_that_never_starts_is_not_waited_for(
+    make: Callable[..., Run],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one = make("rollout.processes=1")
+    (tmp_path / "never_ready.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.chdir(tmp_path)  # where the other process finds it
+    monkeypatch.setattr(rollout_processes, "MODULE", "never_ready")
+    monkeypatch.setattr(rollout, "READY_S", 1.0)
+    monkeypatch.setattr(rollout, "LATE_S", 0.5)
+    two = make("rollout.processes=2")
+    assert told(await play(two)) == told(await play(one))
+    told_lines = [
+        (x.getMessage(), vars(x)["fields"])
+        for x in caplog.records
+        if "rollout process" in x.getMessage()
+    ]
+    assert [line for line, _ in told_lines] == [
+        "waiting for a rollout process",
+        "a rollout process died: its episodes are played here",
+    ]
+    assert told_lines[1][1]["reason"] == "it was not ready after 1 s"
+
+
+@needs_native
 async def test_log_lines_of_all_processes_are_the_runs(
     make: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:

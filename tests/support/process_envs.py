@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from typing import Annotated
 
 from pydantic import Field
@@ -31,15 +32,17 @@ class Alone(Env):
 
 
 class Count(Alone):
-    """`fails` with odd seeds, at the reset: crashes and fails elsewhere only outside of the
-    process `owner`."""
+    """`fails` with odd seeds, at the reset: crashes (also with a child that lives) and fails
+    elsewhere only outside of the process `owner`."""
 
     several_processes = True
     score_range = (0.0, 3.0)
 
     def __init__(
         self,
-        fails: Annotated[str, Field(description="raise, sleep, crash, elsewhere or nothing.")] = "",
+        fails: Annotated[
+            str, Field(description="raise, sleep, crash, orphan, elsewhere or nothing.")
+        ] = "",
         owner: Annotated[int, Field(description="A process.")] = 0,
     ) -> None:
         self.fails, self.owner = fails, owner
@@ -51,7 +54,10 @@ class Count(Alone):
             if self.fails == "sleep":
                 await asyncio.sleep(60)
             if os.getpid() != self.owner:
-                if self.fails == "crash":
+                if self.fails == "orphan" and os.fork() == 0:
+                    time.sleep(90)
+                    os._exit(0)
+                if self.fails in ("crash", "orphan"):
                     os._exit(3)
                 if self.fails == "elsewhere":
                     raise RuntimeError("no such library")

@@ -108,7 +108,7 @@ def of_random(
             f"{len(failed)} of {counted(len(played), 'episode')} of random actions failed: "
             f"{failed[0].error}"
         )
-    if len(fine) < ENOUGH and failed:
+    if failed and len(fine) < max(ENOUGH, len(failed)):  # those that end are no sample
         return
     if not fine:
         return

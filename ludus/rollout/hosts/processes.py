@@ -21,12 +21,12 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
-from logging import LogRecord
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,21 @@ from ludus.core.system.processes import terminate
 from ludus.core.types import Group, Task, Trajectory
 from ludus.rollout.hosts.threads import WorkerThread
 from ludus.telemetry.logs import get_logger
-from ludus.telemetry.relayed_logs import log_again
+from ludus.telemetry.relayed_logs import LogLine, log_again
 
 log = get_logger(__name__)
 
 END_S = 5.0
 """Seconds that a process has to end after its connection is closed."""
+
+POLL_S = 1.0
+"""Seconds after which a process without a message is looked at: it may have ended."""
+
+READY_S = 120.0
+"""Seconds that a process has to start; it takes 4."""
+
+LATE_S = 60.0
+"""Seconds after which a wait for another process' episodes is told."""
 
 
 COUNTERS = ("num_prefill_tokens", "num_prompt_tokens", "num_decode_tokens")
@@ -184,21 +193,37 @@ class RolloutProcess:
     def _ask(self, share: Share) -> Any:
         try:
             if not self._ready:
-                if (fault := self._receive()) is not None:
+                if (fault := self._receive(READY_S)) is not None:
                     raise ProcessDied(str(fault))
                 self._ready = True
             self._connection.send(share)
             return self._receive()
         except (EOFError, OSError) as error:
-            code = self._process.poll()
-            told = described(error) if code is None else f"it ended with code {code}"
-            raise ProcessDied(told) from error
+            raise ProcessDied(self._end(error)) from error
 
-    def _receive(self) -> Any:
-        """The next message that is no log line: those are logged here."""
-        while isinstance(message := self._connection.recv(), LogRecord):
-            log_again(message, rollout_process=self.pid)
-        return message
+    def _receive(self, limit_s: float | None = None) -> Any:
+        """The next message that is no log line: those are logged here.
+
+        Errors: EOFError; ProcessDied where there is none within the limit.
+        """
+        started = time.monotonic()
+        while True:
+            if self._connection.poll(POLL_S):
+                message = self._connection.recv()
+                if not isinstance(message, LogLine):
+                    return message
+                log_again(message, rollout_process=self.pid)
+            elif self._process.poll() is not None:  # a process that it forked holds the connection
+                raise EOFError
+            elif limit_s is not None and time.monotonic() - started > limit_s:
+                raise ProcessDied(f"it was not ready after {limit_s:g} s")
+
+    def _end(self, error: Exception) -> str:
+        """The process' end, after an error of the connection."""
+        try:
+            return f"it ended with code {self._process.wait(POLL_S)}"
+        except subprocess.TimeoutExpired:
+            return described(error)
 
     def close(self) -> None:
         """End the process; it may be playing. Idempotent."""
@@ -263,7 +288,7 @@ class RolloutProcesses:
                 await play_here(chain(episodes_of(own), shared_here), config)
             for process, reply in zip([*self.processes], asked, strict=True):
                 try:
-                    played = await reply
+                    played = await _awaited(process, reply)
                 except ProcessDied as error:
                     self._drop(process, error)
                     continue
@@ -297,6 +322,14 @@ class RolloutProcesses:
             process.close()
         if processes:
             self.queue.close()
+
+
+async def _awaited(process: RolloutProcess, reply: asyncio.Task[Played]) -> Played:
+    """The reply of a process; a long wait is told."""
+    await asyncio.wait([reply], timeout=LATE_S)
+    if not reply.done():
+        log.warning("waiting for a rollout process", rollout_process=process.pid, seconds=LATE_S)
+    return await reply
 
 
 def episodes_of(groups: Iterable[Group]) -> Iterator[tuple[Task, Trajectory]]:
