@@ -131,6 +131,12 @@ def test_a_target_out_of_reach_is_foretold() -> None:
     assert list(warnings.of_trial(rising, 120, 0.4)) == []
 
 
+def test_random_episodes_that_mostly_fail_tell_nothing_else() -> None:
+    played = [RandomEpisode(1.0, True)] * 25 + [RandomEpisode(0.0, False, error="nan")] * 175
+    [warning] = warnings.of_random(played, expert(1.0))
+    assert warning == "175 of 200 episodes of random actions failed: nan"
+
+
 def test_held_out_tasks_that_differ_are_foretold() -> None:
     def told(trained: Estimate | None, heldout: Estimate | None, source: str = "env") -> list[str]:
         trial = Trial(curve=[(330, 0.1)], trained=trained, heldout=heldout)
