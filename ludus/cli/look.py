@@ -329,7 +329,10 @@ def _show_findings(run: str, runs_dir: str) -> None:
         path = find_run(runs_dir, run).findings
     except ConfigError:
         return
-    for finding in read_findings(path, partial(typer.echo, err=True)):
+    found = read_findings(path, partial(typer.echo, err=True))
+    if not found:
+        typer.echo("no warnings of the diagnosis")
+    for finding in found:
         passed = "" if finding.lasting else " (no longer so at the end)"
         typer.echo(printable(f"warning: {finding}{passed}"))
 

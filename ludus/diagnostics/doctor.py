@@ -8,7 +8,6 @@ the doctor works on machines where torch fails.
 from __future__ import annotations
 
 import asyncio
-import os
 import platform
 import shutil
 import sqlite3
@@ -27,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ludus.core.modules import DISTRIBUTION, extra_of
-from ludus.core.system.machine import machine_memory
+from ludus.core.system.machine import machine_memory, num_cores
 from ludus.diagnostics.probes import (
     Check,
     check_companion,
@@ -177,8 +176,7 @@ def _check_group(extra: str, requirements: list[Requirement]) -> Check:
 
 def check_machine() -> Check:
     """Check the cores and memory available to this process, with container limits."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
+    cores = float(num_cores())
     quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit():
         cores = min(cores, int(quota) / int(period))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from ludus.config.schema import RunConfig
+from ludus.core.system.machine import num_cores
 from ludus.diagnostics.episodes import Usage
 from ludus.tasks import READERS
 from ludus.tasks.ratios import shares
@@ -66,7 +66,7 @@ def tool_calls(
         limit = config.rollout.tool_calls.max_per_episode
         number = fill * limit * _share(config)
         source = f"{fill:g} of rollout.tool_calls.max_per_episode, {limit}"
-    cores = os.cpu_count() or 1
+    cores = num_cores()
     if call_s is None and {tool.name for tool in config.tools} == {"calculator"}:
         call_s, parallel = CALCULATOR_S, 1
         each = f"{CALCULATOR_S * 1e3:g} ms for each, as the calculator"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 from ludus.backends.base import Backend
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError
+from ludus.core.system.machine import num_cores
 from ludus.envs import ENVS
 from ludus.envs.base import Env
 from ludus.models.shared_weights import SharedWeights, weight_bytes
@@ -119,8 +119,7 @@ def _too_large(backend: Backend) -> str | None:
 
 def cores(config: RunConfig) -> int:
     """The cores of a run, at most MOST."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    number = len(affinity(0)) if affinity else os.cpu_count() or 1
+    number = num_cores()
     return min(config.threads or number, number, MOST)
 
 

@@ -6,6 +6,12 @@ import os
 from pathlib import Path
 
 
+def num_cores() -> int:
+    """Returns the cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def machine_memory() -> int:
     """Returns the bytes of memory of the machine, or of the container if its limit is lower."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ludus.config.schema import RunConfig, TasksConfig
+from ludus.core.system.machine import num_cores
 from ludus.core.types import Spec
 from ludus.diagnostics.calibration import choices
 from ludus.diagnostics.calibration.trials.dtypes import at_dtype
@@ -156,7 +156,7 @@ def with_choices(
     }
     if config.demonstrations is not None:
         updates["demonstrations"] = config.demonstrations.model_copy(
-            update={"num_episodes": max(number, 1), "num_workers": os.cpu_count() or 2}
+            update={"num_episodes": max(number, 1), "num_workers": num_cores()}
         )
     if can_end(updates["rl"], updates["sft"]):
         updates["rl"] = updates["rl"].model_copy(update={"min_signal": choices.MIN_SIGNAL})

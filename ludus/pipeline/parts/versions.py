@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +12,7 @@ from ludus import __version__
 from ludus.config.schema import RunConfig
 from ludus.core.code import code_hash
 from ludus.core.files import atomic_write
+from ludus.core.system.machine import num_cores
 from ludus.pipeline.parts.registries import plugin_files
 from ludus.store.folders import RunFolder, read_facts
 
@@ -27,7 +27,7 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": processor(),
-        "cores": str(os.cpu_count()),
+        "cores": str(num_cores()),
     }
     for package in PACKAGES:
         with suppress(PackageNotFoundError):

@@ -52,7 +52,9 @@ def render_trajectory(
     if weight := store.run(run_id).observation_weight(row.stage):
         legend = f"lines that begin with + were {origin}: they have loss with weight 1, all others "
         legend += f"with {weight:g} (sft.observation_weight)"
-    if row.stage.startswith("evaluate/"):
+    if row.stage == "evaluate/sft":  # of `sft.until`
+        legend = f"lines that begin with + were {origin}; none has loss: it measures SFT"
+    elif row.stage.startswith("evaluate/"):
         legend = f"lines that begin with + were {origin}; none has loss: the task is held out"
     elif row.dropped is not None or not row.status.trainable:
         reason = printable(row.dropped or f"status {row.status.value}")
