@@ -22,12 +22,7 @@ from ludus.diagnostics.calibration.trials import rl as trial_rl
 from ludus.diagnostics.calibration.trials import try_out as trying
 from ludus.diagnostics.calibration.trials.dtypes import at_dtype, time_dtypes
 from ludus.diagnostics.calibration.trials.rl import affordable, growth
-from ludus.diagnostics.calibration.trials.sft import (
-    measurable,
-    to_its_end,
-    unseen_loss,
-    worth_a_trial,
-)
+from ludus.diagnostics.calibration.trials.sft import measurable, to_its_end, unseen_loss
 from ludus.diagnostics.calibration.trials.steps import close
 from ludus.diagnostics.calibration.trials.trial import Trial
 from ludus.diagnostics.calibration.trials.try_out import try_out
@@ -114,14 +109,6 @@ async def test_memory_that_does_not_suffice_is_told_without_keys_of_a_recipe(
     monkeypatch.setattr(trying, "build", fails)
     with pytest.raises(ConfigError, match=r"memory does not suffice .* 64 tokens: choose shorter"):
         await try_out(recipe(64), tmp_path, cast(Any, None), None, [], 1.0, print)
-
-
-def test_the_higher_rate_is_tried_before_the_lower_one() -> None:
-    assert worth_a_trial(2e-3, {})
-    assert worth_a_trial(4e-3, {2e-3: 0.28})
-    assert not worth_a_trial(1e-3, {2e-3: 0.28, 4e-3: 0.23}), "a lower one cannot be better still"
-    assert worth_a_trial(1e-3, {2e-3: 0.28, 4e-3: 0.30})
-    assert worth_a_trial(1e-3, {2e-3: math.inf, 4e-3: math.inf})
 
 
 def test_episodes_cut_by_a_turn_without_an_end_count_as_those_of_later_steps() -> None:

@@ -66,8 +66,6 @@ async def try_out(
         if trial.dtype != "float32":
             say(f"products in bfloat16{trial.told_dtypes}")
         for rate in sft.RATES:
-            if not sft.worth_a_trial(rate, trial.losses):
-                break
             made = build(sft.at_rate(config, rate), RunFolder(folder), splits, tokenizer, shown)
             metrics, stage = Metrics(), sft_stage(made, lambda _: None)[0]
             try:
