@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.telemetry.logs import get_logger, setup_logging, shutdown_logging
+from ludus.telemetry.logs import JsonFormatter, get_logger, setup_logging, shutdown_logging
 from ludus.telemetry.relayed_logs import LogLine, log_again, relay_logs
 
 log = get_logger("ludus.test")
@@ -39,7 +39,7 @@ def test_records_arrive_with_their_fields_texts_and_errors(
     log.detail("a detail", number=3, text="half \ud800", level=Level(3, "three"))
     log.debug("not of interest")
     extra = {"lock": lambda: None, "level": Level(3, "three"), "fields": "text"}
-    logging.getLogger("users").warning("of %s \ud800", object, extra=extra)
+    logging.getLogger("users").warning("of %s", object, extra=extra)
     try:
         raise RuntimeError("broken")
     except RuntimeError:
@@ -55,9 +55,19 @@ def test_records_arrive_with_their_fields_texts_and_errors(
     assert [line["level"] for line in lines] == ["warning", "info", "warning", "error"]
     assert [line["rollout_process"] for line in lines] == [8] * 4
     assert (lines[1]["number"], lines[1]["text"], lines[1]["level_"]) == (3, "half \\ud800", 3)
-    assert (lines[2]["event"], lines[2]["fields"]) == (f"of {object} \\ud800", "text")
+    assert (lines[2]["event"], lines[2]["fields"]) == (f"of {object}", "text")
     assert lines[3]["event"] == "failed"
     assert "RuntimeError: broken" in lines[3]["exception"]
+
+
+def test_half_a_surrogate_pair_in_a_message_is_written_as_its_code() -> None:
+    sent: list[LogLine] = []
+    relay_logs(sent.append)
+    record = logging.makeLogRecord({"name": "users", "levelno": 30, "msg": "half \ud800"})
+    [relay] = [h for h in logging.getLogger().handlers if hasattr(h, "enqueue")]
+    relay.handle(record)  # not by its logger: pytest could not send it between its processes
+    assert json.loads(sent[0].attributes)["msg"] == "half \\ud800"
+    assert json.loads(JsonFormatter().format(record))["event"] == "half \\ud800"
 
 
 def test_filters_of_the_other_process_do_not_count_here(
