@@ -41,7 +41,7 @@ SUBJECTS = {
 """Named in the plan before any value was tuned; OpenDoor is the fourth level of BabyAI."""
 
 NOTES = """
-- Rows on an Intel Xeon, with AMX, are of the last recipes: coin 0 of the present one, PickupLoc 0
+- Rows on an Intel Xeon, with AMX, are of the last recipes: coin 0 and 1 of the present one, PickupLoc 0
   of the one before, which differs by nothing but the number of evaluations during RL, the others
   with RL in one process where `rl.steps` is small, and timed with the groups of the
   trial that had different rewards. So OpenDoor 0; and before, PickupLoc 0 went from 25.4 to 37.7 %
