@@ -42,8 +42,8 @@ SUBJECTS = {
 
 NOTES = """
 - Rows on an Intel Xeon, with AMX, are of the last recipes: coin 0 and 1 of the present one,
-  PickupLoc 0 of the one before, which differs by nothing but the number of evaluations during RL, the others
-  with RL in one process where `rl.steps` is small, and timed with the groups of the
+  PickupLoc 0 of the one before, which differs by nothing but the number of evaluations during RL,
+  the others with RL in one process where `rl.steps` is small, and timed with the groups of the
   trial that had different rewards. So OpenDoor 0; and before, PickupLoc 0 went from 25.4 to 37.7 %
   in 54 steps of RL and 11.6 minutes, coin 0 from 41.0 to 49.8 % in 68 steps and 13.4 minutes; on
   the EPYC from 19.0 to 40.7 and 35.2 to 48.7 %. With 512 held-out games coin 0 went from 41.1 to
