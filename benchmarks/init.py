@@ -83,9 +83,7 @@ NOTES = """
   average, and nothing was learned, as foretold.
 - GoToObjMaze 0: other work ran beside it, and the recipe took three times its minutes: an episode
   of 100 turns is long, and nothing was learned, as foretold.
-- coin 2: two cores; SFT ends where what is left of it promises less than 10 points, and
-  `target_kl` follows the last iterations together; of the learner
-  that keeps its kernels after SFT. Seed 2 is the weakest: its SFT ended after 400 steps here; in
+- coin on the EPYC, two cores: with 45.4 % SFT of seed 2 ended after 400 steps; in
   two runs before, on another day, SFT ended after 700 steps at 53.7 %, and RL took it to 55.0 and
   58.9 % (55.3 to 62.5), no more than intervals of 4 points can part, in 13 minutes. Seed 1 went
   from 43.1 to 57.5 % in 12 minutes. The recipes before took seed 0

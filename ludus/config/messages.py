@@ -288,8 +288,7 @@ def _line(item: ErrorDetails, path: PathKey, model: Any, place: str, noun: str) 
 
 def _default(path: PathKey, model: Any) -> str:
     """The default of a key that cannot be null: often the value that turns it off."""
-    section = type_at(model, path[:-1])
-    owner = next(filter(None, (b.model() for b in section.branches())), None) if section else None
+    owner = next(iter(_owners(path, model)), None)
     field = owner.model_fields.get(str(path[-1])) if owner else None
     if field is None or not isinstance(field.default, bool | int | float | str):
         return ""
@@ -299,9 +298,7 @@ def _default(path: PathKey, model: Any) -> str:
 def _nearest_key(path: PathKey, model: Any, place: str) -> str:
     """The nearest key of the same section, else the same key of another section, else where to
     look for an argument of a plug-in; of a section without keys, that it has none."""
-    section = type_at(model, path[:-1])
-    branches = section.branches() if section else []
-    owners = [owner for branch in branches if (owner := branch.model())]
+    owners = _owners(path, model)
     keys = list(owners[0].model_fields) if len(owners) == 1 else []
     if len(owners) == 1 and not keys:
         return "; it takes none"
@@ -318,6 +315,13 @@ def _nearest_key(path: PathKey, model: Any, place: str) -> str:
         near = max(elsewhere, key=lambda key: _shared(key, path))
         return f" (did you mean {dotted(near, place)}?)"
     return hint or f": a plug-in's argument? `ludus config {name}` tells its place"
+
+
+def _owners(path: PathKey, model: Any) -> list[type[BaseModel]]:
+    """The models that the section of a path may be."""
+    section = type_at(model, path[:-1])
+    branches = section.branches() if section else []
+    return [owner for branch in branches if (owner := branch.model())]
 
 
 def _shared(one: PathKey, other: PathKey) -> int:

@@ -18,7 +18,6 @@ import json
 import logging
 import math
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludus.core.errors import ConfigError, LudusError, did_you_mean
+from ludus.core.errors import ConfigError, LudusError, did_you_mean, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -244,11 +243,7 @@ class HumanFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         fields = [f"{key}={_field_text(value)}" for key, value in fields_of(record).items()]
-        text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().formatMessage(record))
-        return " ".join([text, *fields])
-
-
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
+        return " ".join([printable(super().formatMessage(record)), *fields])
 
 
 def fields_of(record: logging.LogRecord) -> Mapping[str, Any]:

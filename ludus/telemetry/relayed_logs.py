@@ -14,8 +14,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from logging.handlers import QueueHandler
-from queue import SimpleQueue
 from typing import Any
 
 from ludus.telemetry.logs import fields_of, plain, use_handlers
@@ -27,20 +25,8 @@ class LogLine:
 
     attributes: str
 
-
-class _Relay(QueueHandler):
-    def __init__(self, send: Callable[[LogLine], None]) -> None:
-        super().__init__(SimpleQueue())  # the base class's; it stays empty
-        self._send, self._pid = send, os.getpid()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Send a record; in a process that was forked from this one, show a warning at most."""
-        if os.getpid() == self._pid:
-            super().emit(record)
-        elif logging.lastResort is not None and record.levelno >= logging.lastResort.level:
-            logging.lastResort.handle(record)
-
-    def prepare(self, record: logging.LogRecord) -> LogLine:
+    @classmethod
+    def of(cls, record: logging.LogRecord) -> LogLine:
         """The line of a record, with its message and traceback as texts."""
         traceback = record.exc_text
         if record.exc_info:
@@ -55,15 +41,29 @@ class _Relay(QueueHandler):
             "file_only": bool(getattr(record, "file_only", False)),
             "fields": dict(fields_of(record)),
         }
-        return LogLine(json.dumps(plain(attributes)))
+        return cls(json.dumps(plain(attributes)))
 
-    def enqueue(self, record: Any) -> None:
-        self._send(record)
+
+class Relay(logging.Handler):
+    """Sends the lines of its process; of one that was forked from it, it shows warnings at most."""
+
+    def __init__(self, send: Callable[[LogLine], None]) -> None:
+        super().__init__()
+        self._send, self._pid = send, os.getpid()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if os.getpid() == self._pid:
+            try:
+                self._send(LogLine.of(record))
+            except Exception:
+                self.handleError(record)
+        elif logging.lastResort is not None and record.levelno >= logging.lastResort.level:
+            logging.lastResort.handle(record)
 
 
 def relay_logs(send: Callable[[LogLine], None]) -> None:
     """Give all log lines of this process to `send`, from any thread, in place of other handlers."""
-    use_handlers([_Relay(send)], logging.INFO)
+    use_handlers([Relay(send)], logging.INFO)
 
 
 def log_again(line: LogLine, **fields: Any) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ludus.telemetry.logs import JsonFormatter, get_logger, setup_logging, shutdown_logging
-from ludus.telemetry.relayed_logs import LogLine, log_again, relay_logs
+from ludus.telemetry.relayed_logs import LogLine, Relay, log_again, relay_logs
 
 log = get_logger("ludus.test")
 
@@ -64,7 +64,7 @@ def test_half_a_surrogate_pair_in_a_message_is_written_as_its_code() -> None:
     sent: list[LogLine] = []
     relay_logs(sent.append)
     record = logging.makeLogRecord({"name": "users", "levelno": 30, "msg": "half \ud800"})
-    [relay] = [h for h in logging.getLogger().handlers if hasattr(h, "enqueue")]
+    [relay] = [h for h in logging.getLogger().handlers if isinstance(h, Relay)]
     relay.handle(record)  # not by its logger: pytest could not send it between its processes
     assert json.loads(sent[0].attributes)["msg"] == "half \\ud800"
     assert json.loads(JsonFormatter().format(record))["event"] == "half \\ud800"
