@@ -230,8 +230,8 @@ class JsonFormatter(logging.Formatter):
             "logger": plain(record.name),
             "event": plain(record.getMessage()),
         }
-        for key, value in fields_of(record).items():
-            line[f"{key}_" if key in line or key == "exception" else key] = plain(value)
+        for key, value in plain(fields_of(record)).items():
+            line[f"{key}_" if key in line or key == "exception" else key] = value
         if record.exc_text or record.exc_info:
             trace = record.exc_text or self.formatException(record.exc_info)  # type: ignore[arg-type]
             line["exception"] = plain(trace)
@@ -243,7 +243,7 @@ class HumanFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         fields = [f"{key}={_field_text(value)}" for key, value in fields_of(record).items()]
-        return " ".join([printable(super().formatMessage(record)), *fields])
+        return printable(" ".join([super().formatMessage(record), *fields]))
 
 
 def fields_of(record: logging.LogRecord) -> Mapping[str, Any]:
@@ -268,7 +268,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, str):  # lone surrogates cannot be encoded
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {plain(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
     return str(value)

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from ludus.telemetry.logs import JsonFormatter, get_logger, setup_logging, shutdown_logging
+from ludus.telemetry.logs import (
+    HumanFormatter,
+    JsonFormatter,
+    get_logger,
+    setup_logging,
+    shutdown_logging,
+)
 from ludus.telemetry.relayed_logs import LogLine, Relay, log_again, relay_logs
 
 log = get_logger("ludus.test")
@@ -63,11 +69,16 @@ def test_records_arrive_with_their_fields_texts_and_errors(
 def test_half_a_surrogate_pair_in_a_message_is_written_as_its_code() -> None:
     sent: list[LogLine] = []
     relay_logs(sent.append)
-    record = logging.makeLogRecord({"name": "users", "levelno": 30, "msg": "half \ud800"})
+    fields = {"key \ud800": 1}
+    record = logging.makeLogRecord(
+        {"name": "users", "levelno": 30, "msg": "half \ud800", "fields": fields}
+    )
     [relay] = [h for h in logging.getLogger().handlers if isinstance(h, Relay)]
     relay.handle(record)  # not by its logger: pytest could not send it between its processes
     assert json.loads(sent[0].attributes)["msg"] == "half \\ud800"
-    assert json.loads(JsonFormatter().format(record))["event"] == "half \\ud800"
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["event"], line["key \\ud800"]) == ("half \\ud800", 1)
+    assert HumanFormatter("%(message)s").format(record) == "half \\ud800 key \\ud800=1"
 
 
 def test_filters_of_the_other_process_do_not_count_here(
