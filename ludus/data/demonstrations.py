@@ -40,6 +40,9 @@ EPISODES_PER_JOB = 16
 JOBS_PER_WORKER = 4
 """Jobs scheduled ahead of the next job to write."""
 
+MAX_BROKEN = 3
+"""Pools that break one after the other without a result, from which no more are started."""
+
 MAX_DEATHS, DEATHS_SHARE = 8, 0.05
 """Episodes that end their process, and their share of all, from which no more are played."""
 
@@ -231,46 +234,71 @@ def _play_all(
     form_of: Callable[[Task], str],
     style: _Style,
 ) -> Iterator[Demonstration | Dropped]:
-    """Yields the results of all tasks, in order. Errors: LudusError if no worker can start."""
+    """Yields the results of all tasks, in order. Errors: LudusError if no worker can start.
+
+    A worker that dies before it has said which job it took breaks its pool. The next pool plays
+    the jobs that are left.
+    """
+    size = EPISODES_PER_JOB
+    jobs = deque(tasks[i : i + size] for i in range(0, len(tasks), size))
+    num_broken = 0
+    while jobs:
+        try:
+            for outcomes in _play_in_pool(env, jobs, num_workers, timeout_s, form_of, style):
+                num_broken = 0
+                yield from outcomes
+        except RuntimeError as error:  # the pool's: an error of an episode is in its outcome
+            num_broken += 1
+            if num_broken == MAX_BROKEN:
+                raise LudusError(
+                    f"{env.name}: a worker process of the expert died before an episode: it was "
+                    "killed, often for its memory (then use fewer workers), or cannot import the "
+                    "environment"
+                ) from error
+
+
+def _play_in_pool(
+    env: Spec,
+    jobs: deque[Sequence[Task]],
+    num_workers: int,
+    timeout_s: float,
+    form_of: Callable[[Task], str],
+    style: _Style,
+) -> Iterator[list[Demonstration | Dropped]]:
+    """Yields the results of the jobs, in order; each job leaves the queue with its results.
+
+    Errors: RuntimeError if the pool breaks.
+    """
     from pebble import ProcessPool
 
     others = set(multiprocessing.active_children())
     pool = ProcessPool(
-        max_workers=max(1, min(num_workers, len(tasks))),
+        max_workers=max(1, min(num_workers, sum(map(len, jobs)))),
         initializer=_prepare_worker,
         initargs=(env.model_dump_json(), style.model_dump_json()),
         context=multiprocessing.get_context("spawn"),
     )
-    size = EPISODES_PER_JOB
-    waiting = (tasks[i : i + size] for i in range(0, len(tasks), size))
-    running: deque[tuple[Sequence[Task], Any]] = deque()
 
     def start(job: Sequence[Task]) -> Any:
         args = ([task.model_dump_json() for task in job], [form_of(task) for task in job])
         return pool.schedule(_play_job, args=args, timeout=timeout_s)
 
-    def schedule(count: int) -> None:
-        for job in islice(waiting, count):
-            running.append((job, start(job)))
-
+    ahead = JOBS_PER_WORKER * num_workers
     try:
         with ctrl_c_kept_from_children():  # here the pool starts its workers
-            schedule(JOBS_PER_WORKER * num_workers)
-        while running:
-            job, future = running.popleft()
-            outcomes = _outcomes(job, future, timeout_s)
-            schedule(1)
+            running = deque(map(start, islice(jobs, ahead)))  # of the first jobs
+        while jobs:
+            outcomes = _outcomes(jobs[0], running.popleft(), timeout_s)
+            job = jobs.popleft()
             if outcomes is not None:
-                yield from outcomes
-                continue
-            for task in job:  # an episode failed its job: play each alone, with the full timeout
-                yield from _outcomes([task], start([task]), timeout_s) or ()
+                yield outcomes
+            else:  # an episode failed its job: play each alone, with the full timeout
+                alone: list[Sequence[Task]] = [[task] for task in job]
+                jobs.extendleft(reversed(alone))
+                running.extendleft(reversed([start(task) for task in alone]))
+            if len(running) < min(ahead, len(jobs)):
+                running.append(start(jobs[len(running)]))
         pool.close()
-    except RuntimeError as error:  # the pool's: an error of an episode is in its outcome
-        raise LudusError(
-            f"{env.name}: a worker process of the expert died before an episode: it was killed, "
-            "often for its memory (then use fewer workers), or cannot import the environment"
-        ) from error
     finally:
         pool.stop()  # ends running jobs; there are none unless an exception interrupted us
         # `join` gives up the workers' locks, and then ends one after the other: those that still

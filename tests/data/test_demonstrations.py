@@ -81,6 +81,21 @@ def test_a_worker_that_dies_outside_of_an_episode_is_told_in_a_sentence(tmp_path
     assert {file.name for file in tmp_path.iterdir()} - {"__pycache__"} == {"mortal.py"}
 
 
+@pytest.mark.slow
+def test_a_pool_that_breaks_is_followed_by_another(tmp_path: Path) -> None:
+    """The first worker dies as it starts, and again the one after an episode that ends its
+    process: no episode is lost or played twice."""
+    env = tmp_path / "mortal_at_times.py"
+    env.write_text(faulty_envs.MORTAL_AT_TIMES)
+    tasks = [moody(seed, "exit" if seed == 20 else None) for seed in range(32)]
+    path = tmp_path / "d.jsonl"
+    summary = generate_demonstrations(Spec(name=f"{env}:Moody"), tasks, path, num_workers=1)
+    assert summary.dropped == {"died": 1}
+    kept = [d.task_id for d in load_demonstrations(path)]
+    assert kept == [task.id for task in tasks if task.id != "moody/20"]
+    assert len((tmp_path / "starts").read_text()) == 5
+
+
 @pytest.mark.parametrize(
     ("env", "reason"),
     [

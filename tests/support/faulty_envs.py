@@ -289,3 +289,17 @@ class Levels(Digit):
         if self.secret is not None and self.tier == "sleeps":
             time.sleep(60)
         return await super().step(action)
+
+
+MORTAL_AT_TIMES = """
+import multiprocessing, os, signal
+from pathlib import Path
+if multiprocessing.parent_process() is not None:
+    starts = Path(__file__).with_name("starts")
+    with starts.open("a") as file:
+        file.write("x")
+    if starts.stat().st_size in (1, 3):
+        os.kill(os.getpid(), signal.SIGKILL)
+from faulty_envs import Moody
+"""
+"""Source of a module whose first and third import kill a child process."""
