@@ -29,6 +29,9 @@ def shared_rows(host: str, workers: str) -> list[Key]:
             "model.lora", "it keeps adapters in a form of its own, which ludus cannot read back"
         ),
         adapted("learner.share_prefixes", note="verl computes the prefix of each row by itself"),
+        refused(
+            "learner.detach_observations", "verl computes the gradients of all positions", False
+        ),
         refused("learner.master_weights", "verl rounds to nearest", "float32"),
         mapped("env"),
         refused("agent", f"agents of the user's call the model over HTTP, which {workers} lack"),

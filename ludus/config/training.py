@@ -34,7 +34,8 @@ class OptimizerConfig(Section):
 
 
 class LearnerConfig(Section):
-    """Computation of a training step. The results are the same up to rounding."""
+    """Computation of a training step. Except with `detach_observations`, the results are the same
+    up to rounding."""
 
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
@@ -42,6 +43,13 @@ class LearnerConfig(Section):
     )
     share_prefixes: bool = Field(
         True, description="Compute a prefix that samples share once, as a tree of tokens."
+    )
+    detach_observations: bool = Field(
+        False,
+        description="Compute gradients only through the positions that predict trained tokens; the "
+        "states of prompts and observations are constants in the backward pass (truncated "
+        "backpropagation). The gradient is an approximation, and takes far less time where "
+        "observations are long. For models from scratch and others with ludus' training kernels.",
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: slower, less memory."

@@ -37,7 +37,7 @@ from ludus.train.kernels.attention import attending
 from ludus.train.kernels.compiled import CompiledLayers
 from ludus.train.kernels.fused import FusedLayers
 from ludus.train.kernels.logprobs import Head, backbone, find_head, score_logits
-from ludus.train.kernels.tiles import Plan, tiles
+from ludus.train.kernels.tiles import Plan, Selection, tiles
 
 log = get_logger(__name__)
 
@@ -58,6 +58,12 @@ other takes longer than the work that threads share (measured with 0.8 M weights
 SHAPES = 64
 """Row lengths and numbers of places of a pass in bfloat16 on the CPU are multiples of it: oneDNN
 prepares a product of a new shape in up to 13 ms, longer than the product takes (docs/log.md)."""
+SPARSE = 32
+"""Maximum queries of a tile where only some queries have gradients: they are far apart, and a tile
+computes with the keys between them."""
+ALL = 0.9
+"""Share of a row that predicts trained tokens from which the gradients of all of it are computed:
+selecting takes longer than it saves."""
 UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)
 """Errors of a model that does not support an attention."""
 
@@ -98,6 +104,12 @@ class Forward:
         with self._trial_windows():
             self.attention: Attention = self._find_attention()
             self._layers = CompiledLayers(model) if self.settings.compile else self._fused()
+        if self.settings.detach_observations and not isinstance(self._layers, FusedLayers):
+            raise ConfigError(
+                "learner.detach_observations needs ludus' training kernels: a C compiler, and a "
+                "model like Llama or Qwen3, in float32 on the CPU, without adapters, "
+                f"`learner.compile` and `verify`; not this {type(model).__name__}. Set it to false"
+            )
         if self.settings.gradient_checkpointing:
             if not getattr(model, "supports_gradient_checkpointing", False):
                 raise ConfigError(
@@ -159,12 +171,29 @@ class Forward:
         num_rows, width = micro_batch.ends_RT.shape
         ends_RT = micro_batch.ends_RT + width * torch.arange(num_rows)[:, None]
         ends_T, positions_T = ends_RT.flatten(), micro_batch.positions_RT.flatten()
-        by_window = {
-            window: Plan(tiles(ends_T, positions=positions_T, window=window), keep=keep)
-            for window in {*(self._windows or ())} - {0}
-        }
+        index_A, num = self._selected(micro_batch)
+
+        def plan(window: int, **options: Any) -> Plan:
+            seen: dict[str, Any] = {"positions": positions_T, "window": window}
+            back = None
+            if index_A is not None:
+                some = Plan(tiles(ends_T, SPARSE, queries=index_A[:num], **seen), keep=False)
+                back = Selection(index_A, num, some)
+            return Plan(tiles(ends_T, **seen), back=back, keep=keep, **options)
+
+        by_window = {window: plan(window) for window in {*(self._windows or ())} - {0}}
         windowed = {n: by_window[w] for n, w in enumerate(self._windows or ()) if w}
-        return Plan(tiles(ends_T), keep=keep, windowed=windowed)
+        return plan(0, windowed=windowed)
+
+    def _selected(self, micro_batch: MicroBatch) -> tuple[Tensor | None, int]:
+        """Returns the positions whose gradients are computed, and their number; None for all."""
+        places_P = micro_batch.places_P
+        index_A = torch.unique(places_P)
+        num = len(index_A)
+        if not self.settings.detach_observations or num > ALL * micro_batch.ends_RT.numel():
+            return None, 0
+        copies = index_A[-1:].expand(len(places_P) - num)  # of the padding to shapes that recur
+        return torch.cat([index_A, copies]), num
 
     def _shaped(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch as it is computed: padded where shapes that recur are faster. Tiles alone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from ludus.config.training import last_measured
 from ludus.diagnostics.calibration.trials.trial import Trial
@@ -18,6 +19,12 @@ UNKNOWN_TURNS = 0.002
 
 UNKNOWN_PROMPTS = 0.02
 """Share of unknown tokens in prompts above which `words` hides too much of the task."""
+
+MOSTLY_OBSERVED = 0.05
+"""Share of the expert's tokens in its episodes up to which gradients skip the other tokens. From
+one end of SFT, the same steps of RL took the coin collector (4 %) to 54.1 % in place of 46.4,
+PickupLoc (7 %) to 37.5 in place of 39.7 and 42.1, OpenDoor to 65.4 in place of 69.4
+(docs/log.md)."""
 
 WIDE_HEADS, SHORT_EPISODE = 64, 256
 """Width of a model's heads where the expert's episodes have at most so many tokens on average; else
@@ -186,6 +193,12 @@ def turns(expert: Sequence[int], own_limit: int, searches: bool = False) -> int:
     margin = 1.25 * SEARCH if searches else 1.25
     wanted = max(math.ceil(margin * percentile(expert, 0.9)) + 1, 2)
     return min(wanted, own_limit if expert[-1] <= own_limit else MAX_TURNS)
+
+
+def detaches(lengths: Lengths, expert_turns: Sequence[int]) -> bool:
+    """True where RL trains so few of the tokens that most of a step are gradients of the others."""
+    own = lengths.turn_mean * fmean(expert_turns) if expert_turns else math.inf
+    return own <= MOSTLY_OBSERVED * lengths.episode_mean
 
 
 def context(lengths: Lengths, max_turns: int, room: int) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ludus.config.schema import RunConfig
 from ludus.core.errors import ConfigError, DataError
 from ludus.core.types import Spec
@@ -16,6 +18,7 @@ from ludus.diagnostics.calibration import choices, tokens
 from ludus.diagnostics.calibration.pretrained import device
 from ludus.diagnostics.calibration.subject import Subject, config_tasks
 from ludus.tasks.readers import NoHeldoutTask
+from ludus.train.kernels.bindings import kernels
 
 TOKENIZERS = (
     (Spec(name="bytes"), 256.0),
@@ -217,6 +220,10 @@ def with_lengths(
         args = model.architecture.args | {"head_dim": choices.WIDE_HEADS}
         wide = model.architecture.model_copy(update={"args": args})
         model = model.model_copy(update={"architecture": wide})
+    trains_fast = model.architecture is not None and kernels(torch.float32) is not None
+    if trains_fast and choices.detaches(lengths, expert_turns):
+        learner = config.learner.model_copy(update={"detach_observations": True})
+        config = config.model_copy(update={"learner": learner})
     batch = max(8192, context)
     sft = config.sft
     if sft is not None:

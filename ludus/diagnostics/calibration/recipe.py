@@ -130,8 +130,13 @@ def of_model(model: ModelConfig, reason: str) -> Iterator[Line]:
 def of_products(config: RunConfig, times: str = "") -> list[str]:
     """The lines of `learner` and `sampler`, where they differ from the defaults."""
     learner = config.learner.model_dump(exclude_defaults=True)
-    half = f"  # products in bfloat16, weights in float32{times}" if "dtype" in learner else ""
-    lines = [f"learner: {flow(learner)}{half}"] if learner else []
+    told = []
+    if "dtype" in learner:
+        told.append(f"products in bfloat16, weights in float32{times}")
+    if "detach_observations" in learner:
+        told.append("gradients of RL through the policy's own tokens only, for they are few")
+    comment = f"  # {'; '.join(told)}" if told else ""
+    lines = [f"learner: {flow(learner)}{comment}"] if learner else []
     if config.sampler != type(config).model_fields["sampler"].get_default(
         call_default_factory=True
     ):

@@ -101,6 +101,10 @@ def check_supported(config: RunConfig, settings: ShardSettings, num_ranks: int) 
             config.learner.compile,
             "compiled layers do not gather their weights",
         ),
+        "learner.detach_observations: true": (
+            config.learner.detach_observations,
+            "its layers are the model's own",
+        ),
         "cpu_offload: true": (
             settings.cpu_offload and config.model.device == "cpu",
             "on a CPU all is in main memory already",

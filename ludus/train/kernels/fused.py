@@ -173,7 +173,7 @@ def _layer(
     attention, mlp = parts
     with torch.autocast("cpu", enabled=False):
         x_TE = _Attention.apply(x_TE, cosine_TR, sine_TR, shape, plan, by, *attention)  # type: ignore[no-untyped-call]
-        x_TE = _Mlp.apply(x_TE, shape, by, *mlp)  # type: ignore[no-untyped-call]
+        x_TE = _Mlp.apply(x_TE, shape, plan, by, *mlp)  # type: ignore[no-untyped-call]
     return x_TE[None]
 
 
@@ -217,19 +217,34 @@ class _Attention(torch.autograd.Function):
         shape, plan, by = ctx.rest
         needs = ctx.needs_input_grad[9:]
         grad_TE = grad_TE.contiguous()
+        back, length = plan.back, len(grad_TE)
+        queries, keys, values = _heads(rotated, qkv, shape)
+        if back is not None:
+            grad_TE = back.take_grad(grad_TE)
+            queries, x_TE, cosine_TR, sine_TR, h_TE, factor_T, out_THD, total_TH = back.take(
+                queries, x_TE, cosine_TR, sine_TR, h_TE, factor_T, out_THD, total_TH
+            )
+            qkv, factors = back.take(qkv, factors)
+            plan = back.plan
         d_TE = grad_TE.to(by.dtype)
         dout_THD = (d_TE @ matrices[3]).view_as(out_THD)
         into = factors.new_zeros(qkv.shape)
+        dqueries, dkeys, dvalues = _heads(into, into, shape)
+        of_all = (dkeys, dvalues) if back is None else (_zeros(keys), _zeros(values))
         by.attention_back(
-            _heads(rotated, qkv, shape), plan, shape.scores, out_THD, total_TH, dout_THD,
-            _heads(into, into, shape),
+            (queries, keys, values), plan, shape.scores, out_THD, total_TH, dout_THD,
+            (dqueries, *of_all),
         )  # fmt: skip
+        if back is not None:
+            dkeys[:], dvalues[:] = map(back.take_grad, of_all)
         dqkv, dnorms = by.rotate_back(qkv, shape.sizes, norms, cosine_TR, sine_TR, factors, into)
         joint = _linear_grads(dqkv, h_TE, shape.widths, needs[:3], needs[4:7])
         last = _linear_grads(d_TE, out_THD.flatten(1), grad_TE.shape[1:], needs[3:4], needs[7:])
         dweights, dbiases = joint[0] + last[0], joint[1] + last[1]
         dh_TE = _into(dqkv.split(shape.widths, 1), matrices[:3])
         dx_TE, dnorm_E = by.norm_back(x_TE, scale_E, factor_T, dh_TE, grad_TE)
+        if back is not None:
+            dx_TE = back.spread(dx_TE, length)
         dheads = [d if norm is not None else None for d, norm in zip(dnorms, norms, strict=True)]
         return dx_TE, *[None] * 5, dnorm_E, *dheads, *dweights, *dbiases
 
@@ -239,23 +254,32 @@ class _Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TE: Tensor, shape: Shape, by: Kernels, norm_E: Tensor, *linears: Tensor | None
+        ctx: Any,
+        x_TE: Tensor,
+        shape: Shape,
+        plan: Plan,
+        by: Kernels,
+        norm_E: Tensor,
+        *linears: Tensor | None,
     ) -> Tensor:
         matrices, biases = _halves(linears, by.dtype)
         scale_E = norm_E + shape.offset
         h_TE, factor_T = by.norm(x_TE, scale_E, shape.eps)
         gate_up = _project(h_TE, matrices[:2], biases[:2])
         ctx.save_for_backward(x_TE, scale_E, h_TE, factor_T, gate_up, *matrices)
-        ctx.rest = shape, by
+        ctx.rest = shape, plan.back, by
         return _residual(x_TE, by.gate(gate_up, shape.gelu), matrices[2], biases[2])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Any, ...]:
         x_TE, scale_E, h_TE, factor_T, gate_up, *matrices = ctx.saved_tensors
-        shape, by = ctx.rest
-        needs = ctx.needs_input_grad[4:]
-        grad_TE = grad_TE.contiguous()
+        shape, back, by = ctx.rest
+        needs = ctx.needs_input_grad[5:]
+        grad_TE, length = grad_TE.contiguous(), len(grad_TE)
+        if back is not None:
+            grad_TE = back.take_grad(grad_TE)
+            x_TE, h_TE, factor_T, gate_up = back.take(x_TE, h_TE, factor_T, gate_up)
         d_TE = grad_TE.to(by.dtype)
         inner_TI = by.gate(gate_up, shape.gelu)
         dgate_up = by.gate_back(gate_up, d_TE @ matrices[2], shape.gelu)
@@ -264,7 +288,9 @@ class _Mlp(torch.autograd.Function):
         dweights, dbiases = joint[0] + last[0], joint[1] + last[1]
         dh_TE = _into(dgate_up.chunk(2, 1), matrices[:2])
         dx_TE, dnorm_E = by.norm_back(x_TE, scale_E, factor_T, dh_TE, grad_TE)
-        return dx_TE, None, None, dnorm_E, *dweights, *dbiases
+        if back is not None:
+            dx_TE = back.spread(dx_TE, length)
+        return dx_TE, None, None, None, dnorm_E, *dweights, *dbiases
 
 
 def _halves(
@@ -288,6 +314,11 @@ def _heads(queries_keys: Tensor, qkv: Tensor, shape: Shape) -> tuple[Tensor, Ten
     heads, kv_heads, dim = shape.sizes
     first, last = first.view(len(qkv), heads + kv_heads, dim), last.view(len(qkv), kv_heads, dim)
     return first[:, :heads], first[:, heads:], last
+
+
+def _zeros(x_TKD: Tensor) -> Tensor:
+    """Returns the float32 zeros to which gradients of keys or values are added."""
+    return torch.zeros(x_TKD.shape, dtype=torch.float32)
 
 
 def _project(x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:

@@ -7,9 +7,11 @@ token at j. A tile computes only with keys that at least one of its queries sees
     tile A A A      keys P P P P A A A            P in full, A causally
     tile B B B      keys P P P P B B B            A's keys are not read
 
-With a sliding window, a query also sees only the last positions of its own path.
+With a sliding window, a query also sees only the last positions of its own path. A plan may also
+have tiles of some of the queries, those whose gradients are computed.
 
-Shape suffixes: T positions, K key heads, D head size, Q queries of a tile, S keys of a tile.
+Shape suffixes: T positions, A of which are selected, K key heads, D head size, Q queries of a tile,
+S keys of a tile.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ the kernels recompute them."""
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries start to stop of a row, and their keys.
+    """Queries start to stop, of a row or of some of its positions, and their keys.
 
     Args:
         spans: intervals of keys, in the tile's order.
@@ -63,10 +65,42 @@ class Tile:
             offset += stop - start
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Some positions of a row, and a plan of their queries.
+
+    Args:
+        index_A: int64, ascending; copies of the last position may follow, whose gradients are 0.
+        num: positions without the copies.
+        plan: its tiles' starts and stops count the selected positions.
+    """
+
+    index_A: Tensor
+    num: int
+    plan: Plan
+
+    def take(self, *tensors: Tensor) -> list[Tensor]:
+        """Returns the rows [A, ...] of tensors [T, ...]."""
+        return [x.index_select(0, self.index_A) for x in tensors]
+
+    def take_grad(self, grad_T: Tensor) -> Tensor:
+        """Returns the rows [A, ...] of a gradient [T, ...]; those of copies are 0."""
+        grad_A = grad_T.index_select(0, self.index_A)
+        grad_A[self.num :] = 0
+        return grad_A
+
+    def spread(self, grad_A: Tensor, length: int) -> Tensor:
+        """Returns the gradient of `length` positions: 0 where none is computed."""
+        out_T = grad_A.new_zeros(length, *grad_A.shape[1:])
+        return out_T.index_copy_(0, self.index_A[: self.num], grad_A[: self.num])
+
+
 class Plan:
     """The tiles of a pass, and the free space for kept weights.
 
     Args:
+        back: the positions whose gradients are computed, and the tiles of their queries; None: all
+            positions. States of the others are constants in the backward pass.
         windowed: plans of the layers with a sliding window, by the layer's number.
     """
 
@@ -74,10 +108,11 @@ class Plan:
         self,
         tiles: Sequence[Tile],
         *,
+        back: Selection | None = None,
         keep: bool = True,
         windowed: Mapping[int, Plan] | None = None,
     ) -> None:
-        self.tiles = tiles
+        self.tiles, self.back = tiles, back
         self.free = KEEP if keep else 0
         self._windowed = windowed
 
@@ -123,6 +158,7 @@ def tiles(
     *,
     positions: Sequence[int] | Tensor | None = None,
     window: int = 0,
+    queries: Tensor | None = None,
 ) -> list[Tile]:
     """Cut a row into tiles.
 
@@ -130,29 +166,31 @@ def tiles(
         ends: for each position j, the end of the queries that see it: those from j to ends[j].
         positions: of the tokens in their samples; only a window needs them.
         window: positions that a query sees, its own included; 0: all.
+        queries: positions of the queries, ascending, each once; None: all.
     """
     ends_T = np.asarray(ends)
     every_T = np.arange(len(ends_T))
     at_T = every_T if positions is None else np.asarray(positions)
+    query_A = every_T if queries is None else np.asarray(queries)
     far = window or len(ends_T)
     plan = []
-    for start, stop in _cuts(ends_T, rows):
-        old_T, until_T = every_T[:start], ends_T[:start]
-        query_at = at_T[start:stop]
-        in_reach_T = at_T[:start] > query_at.min() - far
-        sees_all_T = (until_T >= stop) & (at_T[:start] > query_at.max() - far)
-        full = old_T[sees_all_T]
-        part = old_T[(until_T > start) & in_reach_T & ~sees_all_T]
-        part = np.concatenate([part, every_T[start:stop]])
-        query_Q1 = every_T[start:stop, None]
-        seen_QS = (part[None] <= query_Q1) & (query_Q1 < ends_T[part][None])
+    for start, stop in _cuts(np.searchsorted(query_A, ends_T[query_A]), rows):
+        query_Q = query_A[start:stop]
+        first, last, query_at = query_Q[0], query_Q[-1], at_T[query_Q]
+        key_T, until_T, key_at = every_T[: last + 1], ends_T[: last + 1], at_T[: last + 1]
+        sees_all_T = (key_T < first) & (until_T > last) & (key_at > query_at.max() - far)
+        full = key_T[sees_all_T]
+        part = key_T[(until_T > first) & (key_at > query_at.min() - far) & ~sees_all_T]
+        seen_QS = (part[None] <= query_Q[:, None]) & (query_Q[:, None] < ends_T[part][None])
         if window:
             seen_QS &= at_T[part][None] > query_at[:, None] - window
+        used_S = seen_QS.any(0)
+        part, hidden_QS = part[used_S], np.ascontiguousarray(~seen_QS[:, used_S])  # for kernels.c
         spans = _spans(full) + _spans(part)
         if full.size and spans[len(_spans(full))][0] == full[-1] + 1:  # adjacent: one slice
             middle = len(_spans(full))
             spans[middle - 1 : middle + 1] = [(spans[middle - 1][0], spans[middle][1])]
-        plan.append(Tile(start, stop, tuple(spans), full.size, torch.from_numpy(~seen_QS)))
+        plan.append(Tile(start, stop, tuple(spans), full.size, torch.from_numpy(hidden_QS)))
     return plan
 
 

@@ -101,6 +101,24 @@ def test_tiles_of_windows(length: int, seed: int, rows: int, window: int) -> Non
     assert torch.equal(found, dense_mask(ends) & near)
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 90), st.integers(0, 10_000), st.integers(1, 40), st.integers(0, 50))
+def test_tiles_of_some_queries(length: int, seed: int, rows: int, window: int) -> None:
+    ends = random_ends(length, seed)
+    positions = path_positions(ends)
+    rng = random.Random(seed)
+    queries = torch.tensor(sorted(rng.sample(range(length), rng.randint(1, length))))
+    found = torch.zeros(len(queries), length, dtype=torch.bool)
+    for tile in tiles(ends, rows, positions=positions, window=window, queries=queries):
+        keys = torch.cat([torch.arange(*span) for span in tile.spans])
+        assert len(keys) == tile.num_keys == len(set(keys.tolist()))
+        assert tile.hidden_QS.is_contiguous()  # as kernels.c reads it
+        found[tile.start : tile.stop, keys[: tile.num_full]] = True
+        found[tile.start : tile.stop, keys[tile.num_full :]] = ~tile.hidden_QS
+    near = positions[None] > positions[:, None] - (window or length)
+    assert torch.equal(found, (dense_mask(ends) & near)[queries])
+
+
 @pytest.mark.parametrize("native", NATIVE)
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 def test_soft_caps(monkeypatch: pytest.MonkeyPatch, cap: float, native: bool) -> None:
