@@ -260,6 +260,7 @@ class _Estimate:
                     now.length,
                     config.rl.tokens_per_batch,
                     steps,
+                    now.sampled / now.length if config.learner.detach_observations else 1.0,
                 )
                 waiting += steps * self._playing(number, now) / processes
             parts |= {"rl: sampling": sampling, "rl: training": training}
@@ -365,12 +366,20 @@ class _Estimate:
         return prefill + step * sampled / batch + SAMPLED_S * sampled
 
     def _training(
-        self, tokens: float, distinct: float, length: float, tokens_per_batch: int, steps: int
+        self,
+        tokens: float,
+        distinct: float,
+        length: float,
+        tokens_per_batch: int,
+        steps: int,
+        back: float = 1.0,
     ) -> float:
-        """Returns seconds of `steps` steps on `tokens`, of which `distinct` are computed."""
+        """Returns seconds of `steps` steps on `tokens`, of which `distinct` are computed, with the
+        gradients of the share `back` of their states."""
         self.tokens += tokens
         passes = 4 if self.config.learner.gradient_checkpointing else 3
-        work = passes * self.cost.forward(distinct, distinct, distinct * length / 2)
+        forward = self.cost.forward(distinct, distinct, distinct * length / 2)
+        work = (passes - 2 + 2 * back) * forward
         batches = max(distinct / tokens_per_batch, steps)
         overhead = passes * batches * self.memory.layers * self.on.layer_s
         return (

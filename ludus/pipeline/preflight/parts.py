@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ludus.backends.hosts import is_hosted
 from ludus.config.schema import ModelConfig, RunConfig
 from ludus.core.errors import ConfigError, LudusError
@@ -16,6 +18,7 @@ from ludus.models.chat.tokenizers import load_tokenizer
 from ludus.pipeline.parts.policy_checks import check_tokenizers, require_tokenizer
 from ludus.pipeline.parts.tokenizer import make_renderers
 from ludus.store.folders import RunFolder
+from ludus.train.kernels.bindings import kernels
 
 
 def check_parts(config: RunConfig, folder: RunFolder | None = None) -> Any:
@@ -30,6 +33,7 @@ def check_parts(config: RunConfig, folder: RunFolder | None = None) -> Any:
     model = config.model
     if here:
         check_sampler(config)
+        check_learner(config)
     if model.chat_template is not None:
         load_template(model.chat_template)
     check_model(model, None, here=here)
@@ -52,6 +56,28 @@ def check_sampler(config: RunConfig) -> None:
     if check is not None:
         args = SAMPLERS.check(config.sampler, "sampler")
         check(args.get("python"), config.rollout.deterministic)
+
+
+def check_learner(config: RunConfig) -> None:
+    """Errors: ConfigError where gradients cannot skip observations. `Forward` refuses models whose
+    layers ludus' kernels do not compute."""
+    if not config.learner.detach_observations:
+        return
+    model = config.model
+    hindrances = {
+        "`learner.compile: true` replaces": config.learner.compile,
+        "`verify: true` does without": config.verify,
+        "`model.lora` does without": model.lora is not None,
+        f"`model.device: {model.device}` does without": model.device != "cpu",
+        f"`model.dtype: {model.dtype}` does without": model.dtype != "float32",
+        "this machine lacks (no C compiler, or LUDUS_NATIVE=0)": kernels(torch.float32) is None,
+    }
+    for hindrance, found in hindrances.items():
+        if found:
+            raise ConfigError(
+                f"learner.detach_observations needs ludus' training kernels, which {hindrance}. "
+                "Set it to false: gradients are then exact, and take longer"
+            )
 
 
 def _tokenizer(model: ModelConfig, folder: RunFolder | None) -> Any:

@@ -51,6 +51,12 @@ def test_a_context_holds_the_turns_of_a_failing_episode() -> None:
     assert choices.context(LENGTHS, max_turns=10_000, room=room) == choices.MAX_CONTEXT
 
 
+def test_gradients_skip_observations_where_nearly_all_tokens_are_such() -> None:
+    assert choices.detaches(replace(LENGTHS, episode_mean=300.0), [4, 6])  # 15 tokens of 300
+    assert not choices.detaches(replace(LENGTHS, episode_mean=299.0), [4, 6])
+    assert not choices.detaches(replace(LENGTHS, episode_mean=3000.0), [])  # nobody has shown it
+
+
 def test_a_step_of_sft_has_about_as_many_tokens_whatever_the_length_of_episodes() -> None:
     def per_step(tokens: float, **more: bool) -> int:
         return choices.episodes_per_step(replace(LENGTHS, episode_mean=tokens), 32, **more)

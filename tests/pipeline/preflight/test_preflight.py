@@ -16,7 +16,7 @@ from ludus.core.errors import CheckpointError, ConfigError, DataError, LudusErro
 from ludus.core.types import Trajectory
 from ludus.pipeline import launch
 from ludus.pipeline.parts.companions import LaunchOptions
-from ludus.pipeline.preflight import episodes, judges
+from ludus.pipeline.preflight import episodes, judges, parts
 from ludus.pipeline.preflight.preflight import preflight
 
 ENVS = str(Path(__file__).parents[2] / "support" / "preflight_envs.py")
@@ -119,7 +119,32 @@ def test_a_warm_up_beyond_the_last_step_is_told(tmp_path: Path, warm_up: int, sa
     assert said in notes
 
 
-# Model, tokenizer, device, template, sampler
+# Model, tokenizer, device, template, sampler, learner
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "said"),
+    [
+        ({}, {"learner": {"compile": True}}, "`learner.compile: true` replaces"),
+        ({}, {"verify": True}, "`verify: true` does without"),
+        ({"lora": {"rank": 2}}, {}, "`model.lora` does without"),
+        ({"dtype": "bfloat16"}, {}, "`model.dtype: bfloat16` does without"),
+    ],
+)
+def test_gradients_that_skip_observations_need_the_kernels(
+    tmp_path: Path, model: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
+    learner = {"detach_observations": True, **changes.pop("learner", {})}
+    text = refused(recipe(tmp_path, model, learner=learner, **changes))
+    assert f"learner.detach_observations needs ludus' training kernels, which {said}" in text
+
+
+def test_without_a_compiler_gradients_cannot_skip_observations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "kernels", lambda _: None)
+    text = refused(recipe(tmp_path, learner={"detach_observations": True}))
+    assert "which this machine lacks (no C compiler, or LUDUS_NATIVE=0)" in text
 
 
 @pytest.mark.parametrize(
