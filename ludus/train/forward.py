@@ -61,7 +61,7 @@ prepares a product of a new shape in up to 13 ms, longer than the product takes 
 SPARSE = 32
 """Maximum queries of a tile where only some queries have gradients: they are far apart, and a tile
 computes with the keys between them."""
-ALL = 0.9
+NEARLY_ALL = 0.9
 """Share of a row that predicts trained tokens from which the gradients of all of it are computed:
 selecting takes longer than it saves."""
 UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)
@@ -187,10 +187,12 @@ class Forward:
 
     def _selected(self, micro_batch: MicroBatch) -> tuple[Tensor | None, int]:
         """Returns the positions whose gradients are computed, and their number; None for all."""
+        if not self.settings.detach_observations:
+            return None, 0
         places_P = micro_batch.places_P
         index_A = torch.unique(places_P)
         num = len(index_A)
-        if not self.settings.detach_observations or num > ALL * micro_batch.ends_RT.numel():
+        if num > NEARLY_ALL * micro_batch.ends_RT.numel():
             return None, 0
         copies = index_A[-1:].expand(len(places_P) - num)  # of the padding to shapes that recur
         return torch.cat([index_A, copies]), num
