@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_fused import make
-from test_tree import VOCAB, outcome, require_equal
+from test_tree import VOCAB, outcome, rated, require_equal
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -39,15 +39,7 @@ def episodes(seed: int, num: int = 8) -> list[Sample]:
             for length, own in ((5, False), (rng.randint(2, 3), True))[turn == 0 :]:
                 ids += [rng.randrange(VOCAB) for _ in range(length)]
                 mask += [own] * length
-        samples.append(
-            Sample(
-                ids,
-                mask,
-                [rng.uniform(-4, -3) * m for m in mask],
-                [rng.uniform(-1, 1) * m for m in mask],
-                f"t{number}",
-            )
-        )
+        samples.append(rated(rng, ids, mask, f"t{number}"))
     return samples
 
 

@@ -85,16 +85,14 @@ def branching(seed: int, num: int = 12, longest: int = 24) -> list[Sample]:
         ids = ids + [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest + 1 - len(ids)))]
         ids = ids if len(ids) > 1 else [*ids, 3]
         mask = [i > 0 and (rng.random() < 0.6 or i == len(ids) - 1) for i in range(len(ids))]
-        samples.append(
-            Sample(
-                ids,
-                mask,
-                [rng.uniform(-4, -3) * m for m in mask],
-                [rng.uniform(-1, 1) * m for m in mask],
-                f"t{number // 2}",
-            )
-        )
+        samples.append(rated(rng, ids, mask, f"t{number // 2}"))
     return samples
+
+
+def rated(rng: random.Random, ids: list[int], mask: list[bool], trajectory_id: str) -> Sample:
+    """A sample with random log-probabilities and advantages where the mask is true."""
+    logprobs = [rng.uniform(-4, -3) * m for m in mask]
+    return Sample(ids, mask, logprobs, [rng.uniform(-1, 1) * m for m in mask], trajectory_id)
 
 
 def outcome(
