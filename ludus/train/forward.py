@@ -37,7 +37,7 @@ from ludus.train.kernels.attention import attending
 from ludus.train.kernels.compiled import CompiledLayers
 from ludus.train.kernels.fused import FusedLayers
 from ludus.train.kernels.logprobs import Head, backbone, find_head, score_logits
-from ludus.train.kernels.tiles import Plan, Selection, tiles
+from ludus.train.kernels.tiles import Plan, plan_row
 
 log = get_logger(__name__)
 
@@ -58,12 +58,6 @@ other takes longer than the work that threads share (measured with 0.8 M weights
 SHAPES = 64
 """Row lengths and numbers of places of a pass in bfloat16 on the CPU are multiples of it: oneDNN
 prepares a product of a new shape in up to 13 ms, longer than the product takes (docs/log.md)."""
-SPARSE = 32
-"""Maximum queries of a tile where only some queries have gradients: they are far apart, and a tile
-computes with the keys between them."""
-NEARLY_ALL = 0.9
-"""Share of a row that predicts trained tokens from which the gradients of all of it are computed:
-selecting takes longer than it saves."""
 UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)
 """Errors of a model that does not support an attention."""
 
@@ -167,35 +161,16 @@ class Forward:
         Recomputed layers keep no weights: they must do the same work twice.
         """
         micro_batch = self._shaped(micro_batch)
-        keep = not self.settings.gradient_checkpointing
         num_rows, width = micro_batch.ends_RT.shape
         ends_RT = micro_batch.ends_RT + width * torch.arange(num_rows)[:, None]
-        ends_T, positions_T = ends_RT.flatten(), micro_batch.positions_RT.flatten()
-        index_A, num = self._selected(micro_batch)
-
-        def plan(window: int, **options: Any) -> Plan:
-            seen: dict[str, Any] = {"positions": positions_T, "window": window}
-            back = None
-            if index_A is not None:
-                some = Plan(tiles(ends_T, SPARSE, queries=index_A[:num], **seen), keep=False)
-                back = Selection(index_A, num, some)
-            return Plan(tiles(ends_T, **seen), back=back, keep=keep, **options)
-
-        by_window = {window: plan(window) for window in {*(self._windows or ())} - {0}}
-        windowed = {n: by_window[w] for n, w in enumerate(self._windows or ()) if w}
-        return plan(0, windowed=windowed)
-
-    def _selected(self, micro_batch: MicroBatch) -> tuple[Tensor | None, int]:
-        """Returns the positions whose gradients are computed, and their number; None for all."""
-        if not self.settings.detach_observations:
-            return None, 0
-        places_P = micro_batch.places_P
-        index_A = torch.unique(places_P)
-        num = len(index_A)
-        if num > NEARLY_ALL * micro_batch.ends_RT.numel():
-            return None, 0
-        copies = index_A[-1:].expand(len(places_P) - num)  # of the padding to shapes that recur
-        return torch.cat([index_A, copies]), num
+        detach = self.settings.detach_observations and torch.is_grad_enabled()
+        return plan_row(
+            ends_RT.flatten(),
+            micro_batch.positions_RT.flatten(),
+            windows=self._windows or (),
+            keep=not self.settings.gradient_checkpointing,
+            places_P=micro_batch.places_P if detach else None,
+        )
 
     def _shaped(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch as it is computed: padded where shapes that recur are faster. Tiles alone

@@ -241,7 +241,7 @@ def _calibrate(
         )
         trial.chance = chance
         rate = expert.per_s if subject.env else 1e9
-        sampled = lengths.turn_mean * (fmean(expert.turns) if expert.turns else 1.0)
+        sampled = choices.own_tokens(lengths, expert.turns)
         config, planned = with_choices(config, trial, minutes, rate, sampled)
     unseen = undeclared(subject, tasks)
     warnings = [

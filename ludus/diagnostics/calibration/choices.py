@@ -197,8 +197,13 @@ def turns(expert: Sequence[int], own_limit: int, searches: bool = False) -> int:
 
 def detaches(lengths: Lengths, expert_turns: Sequence[int]) -> bool:
     """True where RL trains so few of the tokens that most of a step are gradients of the others."""
-    own = lengths.turn_mean * fmean(expert_turns) if expert_turns else math.inf
-    return own <= MOSTLY_OBSERVED * lengths.episode_mean
+    own = own_tokens(lengths, expert_turns)
+    return bool(expert_turns) and own <= MOSTLY_OBSERVED * lengths.episode_mean
+
+
+def own_tokens(lengths: Lengths, expert_turns: Sequence[int]) -> float:
+    """Tokens that the expert writes in an episode; those of a turn where no turns are known."""
+    return lengths.turn_mean * (fmean(expert_turns) if expert_turns else 1.0)
 
 
 def context(lengths: Lengths, max_turns: int, room: int) -> int:

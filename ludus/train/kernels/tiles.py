@@ -27,6 +27,12 @@ from torch import Tensor
 
 ROWS = 64
 """Maximum queries of a tile."""
+SPARSE = 32
+"""Maximum queries of a tile where only some queries have gradients: they are far apart, and a tile
+computes with the keys between them."""
+NEARLY_ALL = 0.9
+"""Share of a row that predicts trained tokens from which the gradients of all of it are computed:
+selecting takes longer than it saves."""
 KEEP = 1 << 24
 """Attention weights kept for the backward of a pass (64 MB in float32), with torch's operations;
 the kernels recompute them."""
@@ -150,6 +156,49 @@ class Plan:
             return False
         self.free -= needed
         return True
+
+
+def plan_row(
+    ends_T: Tensor,
+    positions_T: Tensor,
+    *,
+    windows: Sequence[int] = (),
+    keep: bool = True,
+    places_P: Tensor | None = None,
+) -> Plan:
+    """Returns the plan of a row, and those of its layers with a sliding window.
+
+    Args:
+        ends_T: as in `tiles`.
+        positions_T: of the tokens in their samples.
+        windows: of the layers; 0: none.
+        keep: weights may be kept for the backward pass.
+        places_P: positions through which gradients flow; None: all. Copies of the last may follow,
+            where the number of positions is padded to shapes that recur.
+    """
+    index_A, num = _selected(places_P, len(ends_T))
+
+    def plan(window: int, windowed: Mapping[int, Plan] | None = None) -> Plan:
+        seen: dict[str, Any] = {"positions": positions_T, "window": window}
+        back = None
+        if index_A is not None:
+            some = Plan(tiles(ends_T, SPARSE, queries=index_A[:num], **seen), keep=False)
+            back = Selection(index_A, num, some)
+        return Plan(tiles(ends_T, **seen), back=back, keep=keep, windowed=windowed)
+
+    by_window = {window: plan(window) for window in {*windows} - {0}}
+    return plan(0, {n: by_window[w] for n, w in enumerate(windows) if w})
+
+
+def _selected(places_P: Tensor | None, length: int) -> tuple[Tensor | None, int]:
+    """Returns the positions as those of a `Selection`, and their number; None for all."""
+    if places_P is None:
+        return None, 0
+    index_A = torch.unique(places_P)
+    num = len(index_A)
+    if num > NEARLY_ALL * length:
+        return None, 0
+    return torch.cat([index_A, index_A[-1:].expand(len(places_P) - num)]), num
 
 
 def tiles(
